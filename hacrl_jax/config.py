@@ -1,0 +1,306 @@
+"""The strict configuration schema: every default is here, and only here.
+
+``load`` reads YAML, lays the named presets under it and dotted overrides over it, and validates the whole. Sources of
+the defaults: arXiv 2603.02604, table of hyperparameters, and the authors' code where the text is silent
+(docs/objective.md sets them side by side).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hacrl_jax.types import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def _tuple(item: type) -> Any:
+    return Annotated[tuple[item, ...], Field(strict=False)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class OptimizerConfig(Strict):
+    """AdamW with global-norm clipping; lr is the peak."""
+
+    lr: NonNegativeFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0  # in updates
+    weight_decay: NonNegativeFloat = 0.01
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    grad_clip: NonNegativeFloat = 1.0  # global norm; 0 is off
+
+
+class LoraConfig(Strict):
+    rank: Positive = 16
+    alpha: float = 32.0
+    targets: _tuple(str) = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class PromptConfig(Strict):
+    """How an agent sees a problem. template_args go to the chat template; format serves models without one."""
+
+    template_args: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
+    system: str | None = None
+    format: str = "{problem}\n"
+
+
+class AgentConfig(Strict):
+    name: str
+    model: str  # a folder in Hugging Face format, or a hub id
+    revision: str | None = None
+    dtype: Dtype = "auto"  # compute dtype; parameters are float32
+    prompt: PromptConfig = PromptConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    micro_batch: NonNegative = 0  # rows per forward and backward; 0 is the whole minibatch
+    logprob_chunk: Positive = 1024  # tokens whose logits exist at one time
+    remat: Literal["none", "dots", "full", "offload"] = "none"
+    attention: Literal["xla", "splash"] = "xla"
+
+
+class ArithmeticConfig(Strict):
+    """The embedded task; hacrl_jax/tasks/arithmetic.py says what each field does."""
+
+    digits: Positive = 2
+    operations: _tuple(str) = ("+", "-", "*")
+    size: Positive = 4096
+
+
+class DataConfig(Strict):
+    """source: `arithmetic`, a JSONL/JSON/Parquet file, or a Hugging Face data set id."""
+
+    source: str = "arithmetic"
+    name: str | None = None  # how metrics call it; default: the source's stem
+    split: str = "train"
+    subset: str | None = None
+    fields: dict[str, str] = Field(default_factory=dict)  # question, answer, id: other column names
+    instruction: str = ""  # appended to the question
+    limit: NonNegative = 0  # first rows only; 0 is all
+    allow_bad_rows: bool = False
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
+
+
+class RolloutConfig(Strict):
+    prompts: Positive = 128  # B
+    samples: Positive = 8  # G
+    max_prompt: Positive = 1024
+    max_response: Positive = 4096
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    slots: NonNegative = 0  # decode rows in flight; 0 is as many as samples, at most 256
+    dispatch_steps: Positive = 16  # decode steps per dispatch at most
+    cache_dtype: Dtype = "auto"
+
+
+class ObjectiveConfig(Strict):
+    """The settings of hacpo.py; DESIGN: numerics contract. delta is 1 - the lower bound that the paper's table prints."""
+
+    ratio: Literal["sequence", "token"] = "sequence"
+    cross: Literal["hacpo", "naive", "none"] = "hacpo"
+    eps_low: NonNegativeFloat = 3e-4
+    eps_high: NonNegativeFloat = 4e-4
+    delta: Annotated[float, Field(ge=0, le=1)] = 0.2
+    delta_step: NonNegativeFloat = 0.025
+    alpha: NonNegativeFloat = 1.0
+    clip_cross: bool = True
+    allow_closed_clip: bool = False  # accept a schedule whose lower bound reaches 1 before the last update
+    capability: Literal["positive_rate", "mean_reward"] = "positive_rate"
+    capability_window: Positive = 5
+    capability_baseline: bool = True
+    capability_gradient: bool = True
+    binary_guard: bool = True
+    uniform_guard: bool = True
+    advantage_by_std: bool = True
+    advantage_eps: float = 1e-6
+    max_abs_log_ratio: float = 10.0
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
+    aggregation_constant: NonNegative = 0  # for `constant`; 0 is the minibatch's sequences times max_response
+    order: Literal["own_first", "mixed"] = "own_first"
+    eos: Literal["trained", "excluded"] = "trained"
+    cross_too_long: Literal["drop", "truncate"] = "drop"
+    source_logprob: Literal["recomputed", "sampler"] = "recomputed"
+    kl_coefficient: NonNegativeFloat = 0.001
+    kl_estimator: Literal["k1", "k2", "k3", "k3_straight_through"] = "k3"
+    groups: Literal["keep", "drop", "resample"] = "keep"  # groups without signal
+    resample_attempts: Positive = 3
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    overlong_buffer: NonNegative = 0  # tokens before max_response over which the penalty grows to 1
+    tis_cap: NonNegativeFloat = 0.0  # truncated importance sampling against the sampler's log-probs; 0 is off
+
+
+class EvalSet(Strict):
+    data: DataConfig
+    samples: Positive = 1  # k of avg@k
+    temperature: NonNegativeFloat = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: NonNegative = 0
+    min_p: float = 0.0
+    max_response: NonNegative = 0  # 0 is the rollout's
+
+
+class EvalConfig(Strict):
+    every: NonNegative = 0  # steps; 0 is never during training
+    before: bool = True
+    after: bool = True
+    sets: _tuple(EvalSet) = ()
+
+
+class VerifierConfig(Strict):
+    workers: Positive = 2
+    deadline: Annotated[float, Field(gt=0)] = 5.0  # seconds per answer
+    memory_mb: Positive = 1024  # per worker
+    max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.2  # of a step's answers, before the run stops
+
+
+class CheckpointConfig(Strict):
+    every: NonNegative = 10  # steps; 0 is only the last
+    keep_last: Positive = 2
+    keep_every: NonNegative = 0
+
+
+class MeshConfig(Strict):
+    """Devices along each axis; -1 takes what the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+class Config(Strict):
+    name: str
+    runs: str = "runs"  # the folder that holds runs/NAME
+    seed: NonNegative = 0
+    preset: _tuple(str) = ()
+    steps: NonNegative = 0  # 0: as many as `epochs` passes need
+    epochs: Positive = 1
+    minibatch: Positive = 64  # prompts
+    agents: _tuple(AgentConfig)
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    eval: EvalConfig = EvalConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        names = [agent.name for agent in self.agents]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"agents needs at least one agent, with distinct names; got {names}")
+        if self.rollout.prompts % self.minibatch:
+            raise ValueError(f"minibatch {self.minibatch} does not divide rollout.prompts {self.rollout.prompts}")
+        for agent in self.agents:
+            rows = self.minibatch * self.rollout.samples
+            if agent.micro_batch and rows % agent.micro_batch:
+                raise ValueError(f"agents.{agent.name}.micro_batch {agent.micro_batch} does not divide the {rows} sequences of a minibatch")
+        return self
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # What the paper's text says, and what its authors' code does, where the two differ from our defaults.
+    "paper": {"objective": {"capability": "mean_reward", "kl_coefficient": 0.0}},
+    "authors": {"objective": {"eos": "excluded", "cross_too_long": "truncate"}},
+    # Algorithms: settings of the same functions.
+    "hacpo": {},
+    "gspo": {"objective": {"cross": "none"}},
+    "naive": {"objective": {"cross": "naive", "capability_baseline": False}},
+}
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file, apply ``key=value`` overrides (dotted, list indices allowed) and validate.
+
+    Raises UserError with one line per mistake: what, where, what to do.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist")
+    try:
+        tree = OmegaConf.load(path)
+        for override in overrides:
+            key, equals, value = override.partition("=")
+            if not equals or not key:
+                raise UserError(f"override {override!r} is not of the form key=value")
+            OmegaConf.update(tree, key, OmegaConf.create({"value": None} | _yaml_value(value)).value, force_add=True)
+        raw = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: a config is a mapping of keys, not a {type(raw).__name__}")
+    return resolve(raw, where=str(path))
+
+
+def resolve(raw: dict[str, Any], where: str = "config") -> Config:
+    """Lay the presets that raw names under raw, and validate. Errors as in load."""
+    names = raw.get("preset") or ()
+    names = (names,) if isinstance(names, str) else tuple(names)
+    merged: dict[str, Any] = {}
+    for name in names:
+        if name not in PRESETS:
+            raise UserError(f"{where}: preset: no preset {name!r}; there are {', '.join(PRESETS)}")
+        merged = _merge(merged, PRESETS[name])
+    try:
+        return Config.model_validate(_merge(merged, raw) | {"preset": names})
+    except ValidationError as error:
+        raise UserError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors())) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML that load reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _yaml_value(text: str) -> dict[str, Any]:
+    # OmegaConf's own parser, so that 1e-6 is a number here as it is in a file.
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+
+
+def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _explain(detail: dict[str, Any]) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _fields(location[:-1]), n=1, cutoff=0.5)
+        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+    if detail["type"] == "missing":
+        return f"{key} is missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    given = detail.get("input")
+    shown = f", got {given!r} ({type(given).__name__})" if location and not isinstance(given, (dict, BaseModel)) else ""
+    return f"{key}: {message}{shown}" if key else message
+
+
+def _fields(location: list[str]) -> list[str]:
+    """Names of the fields of the model at a location such as ['agents', '0', 'optimizer']."""
+    model: Any = Config
+    for part in location:
+        if part.isdigit():
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        for candidate in list(candidates):
+            candidates += getattr(candidate, "__args__", ())
+        model = next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
+    return list(model.model_fields)

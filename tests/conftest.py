@@ -1,0 +1,20 @@
+"""Eight fake CPU devices for every test, set before JAX starts; the data beside the repository, where it is."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import pytest  # noqa: E402
+
+SHARED = Path(os.environ.get("HACRL_SHARED", Path(__file__).parent.parent.parent / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with golden vectors, data sets and tokenizers (design, section 7)."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent: set HACRL_SHARED to the folder with golden vectors, data and tokenizers")
+    return SHARED

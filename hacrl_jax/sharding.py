@@ -1,0 +1,66 @@
+"""The mesh, and the one table that maps logical axes to it.
+
+Every parameter declares its logical axes where it is defined (models/decoder.py); everything else that lives on the
+mesh (rows of rollouts, decode slots, the cache) uses ``spec`` with the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hacrl_jax.config import MeshConfig
+from hacrl_jax.types import UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),  # rows of a minibatch, decode slots
+    "embed": "fsdp",  # the hidden axis of parameters: gathered layer by layer
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes (data, fsdp, tensor) over all devices; one size may be -1 and takes what is left.
+
+    The axes are Auto: shardings are placed where arrays are made and propagated by the compiler. Raises UserError when
+    the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    known = math.prod(size for size in sizes if size > 0)
+    if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
+        raise UserError(f"mesh: sizes {dict(zip(AXES, sizes, strict=True))} must be positive, at most one of them -1")
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if math.prod(sizes) != len(devices):
+        shape = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+        raise UserError(f"mesh: {shape} does not make the {len(devices)} devices of this machine")
+    return Mesh(np.asarray(devices).reshape(sizes), AXES)
+
+
+def spec(*axes: str | None) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes; None (or a name without a rule) is replicated."""
+    return PartitionSpec(*(RULES.get(axis) if axis is not None else None for axis in axes))
+
+
+def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    return NamedSharding(mesh, spec(*axes))
+
+
+def shardings(axes: Any, mesh: Mesh) -> Any:
+    """A tree of NamedSharding from a tree whose leaves are tuples of logical axes."""
+    return jax.tree.map(lambda leaf: sharding(mesh, *leaf), axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())

@@ -53,13 +53,24 @@ def spec(*axes: str | None) -> PartitionSpec:
     return PartitionSpec(*(RULES.get(axis) if axis is not None else None for axis in axes))
 
 
-def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
-    return NamedSharding(mesh, spec(*axes))
+def sharding(mesh: Mesh, *axes: str | None, shape: tuple[int, ...] | None = None) -> NamedSharding:
+    """Where an array with these logical axes lies. With a shape, an axis whose size the mesh does not divide (a small
+    model's two kv heads on four tensor devices) is replicated instead."""
+    parts = list(spec(*axes))
+    for i, part in enumerate(parts):
+        names = (part,) if isinstance(part, str) else part or ()
+        if shape is not None and shape[i] % math.prod(mesh.shape[name] for name in names):
+            parts[i] = None
+    return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def shardings(axes: Any, mesh: Mesh) -> Any:
-    """A tree of NamedSharding from a tree whose leaves are tuples of logical axes."""
-    return jax.tree.map(lambda leaf: sharding(mesh, *leaf), axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+def shardings(axes: Any, mesh: Mesh, shapes: Any = None) -> Any:
+    """A tree of NamedSharding from a tree whose leaves are tuples of logical axes; shapes, where given, is the same
+    tree of arrays or ShapeDtypeStructs."""
+    is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+    if shapes is None:
+        return jax.tree.map(lambda leaf: sharding(mesh, *leaf), axes, is_leaf=is_axes)
+    return jax.tree.map(lambda leaf, array: sharding(mesh, *leaf, shape=array.shape), axes, shapes, is_leaf=is_axes)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -64,7 +64,6 @@ class Buffer:
     rollouts: tuple[Rollouts, ...]  # n, each in its source's tokens
     score: tuple[Array, ...]  # n of [N, R] float32: log-probs under the source, by the update's own forward
     reward: Array  # [n, N] float32
-    kept: Array  # [B] bool: prompts that every agent could read
     text: tuple[tuple[str, ...], ...] = struct.field(pytree_node=False)  # n of N responses, without EOS
 
 

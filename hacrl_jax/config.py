@@ -55,6 +55,7 @@ class PromptConfig(Strict):
     """How an agent sees a problem. template_args go to the chat template; format serves models without one."""
 
     template_args: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
+    date_string: str = "26 Jul 2024"  # what a template that prints the date (Llama 3.2) gets, never the clock
     system: str | None = None
     format: str = "{problem}\n"
 

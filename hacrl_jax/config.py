@@ -208,8 +208,32 @@ class Config(Strict):
         for agent in self.agents:
             rows = self.minibatch * self.rollout.samples
             if agent.micro_batch and rows % agent.micro_batch:
-                raise ValueError(f"agents.{agent.name}.micro_batch {agent.micro_batch} does not divide the {rows} sequences of a minibatch")
+                raise ValueError(
+                    f"agents.{agent.name}.micro_batch {agent.micro_batch} does not divide the {rows} sequences of a minibatch"
+                )
+        self._check_cross()
         return self
+
+    def updates_per_step(self) -> int:
+        """Optimizer updates of each agent in one step."""
+        own = self.rollout.prompts // self.minibatch
+        shared = self.objective.cross != "none" and self.objective.order == "own_first"
+        return own * len(self.agents) if shared else own
+
+    def _check_cross(self) -> None:
+        objective, others = self.objective, len(self.agents) - 1
+        if not others or objective.cross == "none":
+            return
+        rows = self.minibatch * self.rollout.samples
+        if objective.order == "own_first" and rows % others:
+            raise ValueError(f"the {rows} sequences of a minibatch do not divide into equal shares of {others} partners")
+        last = self.updates_per_step() - 1
+        closed = 1 - objective.delta + last * objective.delta_step >= 1
+        if objective.cross == "hacpo" and objective.clip_cross and closed and not objective.allow_closed_clip:
+            raise ValueError(
+                f"objective: the lower cross bound 1 - delta + m * delta_step reaches 1 by update {last} of a step, and "
+                "such updates learn nothing from partners; lower delta_step, or set objective.allow_closed_clip=true"
+            )
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -80,6 +80,7 @@ class ArithmeticConfig(Strict):
     digits: Positive = 2
     operations: _tuple(str) = ("+", "-", "*")
     size: Positive = 4096
+    seed: NonNegative = 0
 
 
 class DataConfig(Strict):

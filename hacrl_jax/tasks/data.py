@@ -1,0 +1,182 @@
+"""Problems from every source, and grain batches of them.
+
+A pass over the data is a permutation of its own; batches run across the border between passes, so every pass holds
+every problem once whatever the batch size, and hosts share each global batch, so the order does not depend on their
+number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grain
+
+from hacrl_jax.config import DataConfig
+from hacrl_jax.tasks import adapters
+from hacrl_jax.types import Problem, UserError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a source's rows."""
+
+    source: str
+    rows: int
+    kept: int
+    dropped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # reason -> "row 3: ..." lines
+
+
+def problems(config: DataConfig, split: str | None = None) -> tuple[list[Problem], Report]:
+    """All problems of a source, in its order, and what was dropped and why.
+
+    Raises UserError when the source cannot be read, has no usable row, or has bad rows without ``allow_bad_rows``.
+    """
+    split = split or config.split
+    if config.source == "arithmetic":
+        from hacrl_jax.tasks import arithmetic
+
+        found = arithmetic.problems(config.arithmetic, split)
+        found = found[: config.limit] if config.limit else found
+        return found, Report("arithmetic", rows=len(found), kept=len(found))
+    return _read(config, split)
+
+
+def _read(config: DataConfig, split: str) -> tuple[list[Problem], Report]:
+    name = config.name or Path(config.source).stem
+    rows = adapters.rows(config.source, subset=config.subset, split=split)
+    kept: list[tuple[int, int | None, Problem]] = []
+    dropped: dict[str, list[str]] = {}
+    number = -1
+    for number, row in enumerate(rows):
+        if config.limit and number >= config.limit:
+            number -= 1
+            break
+        try:
+            messages = adapters.messages(row, config.fields, config.instruction)
+            gold = adapters.gold(row, config.fields)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            dropped.setdefault("unreadable", []).append(f"row {number}: {error.args[0] if error.args else error}")
+            continue
+        fault = gold_fault(gold)
+        if fault:
+            dropped.setdefault(fault, []).append(f"row {number}: {gold!r}")
+        else:
+            problem = Problem(id=number, messages=messages, gold=gold, source=name)
+            kept.append((number, adapters.integer_id(row, config.fields), problem))
+    report = Report(name, number + 1, len(kept), {reason: tuple(lines) for reason, lines in dropped.items()})
+    return _accepted(config, report, kept), report
+
+
+def _accepted(config: DataConfig, report: Report, kept: list[tuple[int, int | None, Problem]]) -> list[Problem]:
+    if report.dropped and not config.allow_bad_rows:
+        counts = ", ".join(f"{len(lines)} {reason}" for reason, lines in report.dropped.items())
+        first = next(iter(report.dropped.values()))[0]
+        raise UserError(
+            f"data: {config.source}: {counts} of {report.rows} rows ({first}); "
+            "`hacrl data inspect` lists them, data.allow_bad_rows drops them"
+        )
+    if not kept:
+        raise UserError(f"data: {config.source} has no usable row ({report.rows} read)")
+    ids = [own for _, own, _ in kept]
+    # A data set's own ids where every row has one of its own, else the row's number in the source: neither depends on
+    # which other rows are dropped or how many are read.
+    if None in ids or len(set(ids)) < len(ids):
+        return [problem for _, _, problem in kept]
+    return [dataclasses.replace(problem, id=own) for _, own, problem in kept]
+
+
+def gold_fault(gold: str) -> str | None:
+    """Why a gold answer cannot be used: `empty`, `control character`, or None."""
+    if not gold.strip():
+        return "empty gold answer"
+    if any(unicodedata.category(letter) == "Cc" for letter in gold):
+        return "control character in the gold answer"  # "\frac" with a single backslash in JSON is a form feed
+    return None
+
+
+def batches(
+    problems: Sequence[Problem], *, batch: int, seed: int, host: int = 0, hosts: int = 1, epochs: int | None = None
+) -> Any:
+    """A grain iterator over lists of ``batch // hosts`` problems, with ``get_state`` and ``set_state``.
+
+    ``batch`` is the global number of prompts of a step; host h receives rows [h * batch // hosts, ...) of it, so the
+    hosts' parts in order are the batch of a single host. With ``epochs`` the iterator ends after ``steps_of`` batches,
+    the last filled from the following pass; without, it never ends. No batch holds a problem twice. The state is small,
+    a dict of ints.
+
+    Raises UserError when batch exceeds the number of problems or hosts does not divide it.
+    """
+    if not 0 < batch <= len(problems):
+        raise UserError(f"data: a batch of {batch} prompts from {len(problems)} problems; lower rollout.prompts")
+    if batch % hosts:
+        raise UserError(f"data: {hosts} hosts do not divide a batch of {batch} prompts; change rollout.prompts")
+    share = batch // hosts
+    steps = steps_of(len(problems), batch=batch, epochs=epochs) if epochs else 2**31
+    order = _Order(len(problems), batch, seed)
+
+    def load(step: int) -> list[Problem]:
+        begin = step * batch + host * share
+        return [problems[order[position]] for position in range(begin, begin + share)]
+
+    data = grain.MapDataset.range(steps).map(load)
+    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+
+def steps_of(count: int, *, batch: int, epochs: int) -> int:
+    """Batches that ``epochs`` passes over ``count`` problems need."""
+    return -(-count * epochs // batch)
+
+
+def fingerprint(problems: Sequence[Problem]) -> str:
+    """A hash of all problems in order: a resumed iterator state is only worth anything over the same data."""
+    digest = hashlib.sha256()
+    for problem in problems:
+        digest.update(repr((problem.id, problem.messages, problem.gold)).encode())
+    return digest.hexdigest()[:16]
+
+
+class _Order:
+    """Position in the endless stream of passes -> index of a problem.
+
+    Each pass is grain's seeded shuffle for that pass, in which the problems that the border batch already took from the
+    pass before are moved behind that batch: a problem twice in one batch would be answered with the same random
+    numbers.
+    """
+
+    def __init__(self, count: int, batch: int, seed: int) -> None:
+        self.count, self.batch = count, batch
+        self.shuffled = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
+        self.passes: dict[int, list[int]] = {}  # the last few: a pass depends on the one before
+
+    def __getitem__(self, position: int) -> int:
+        number, offset = divmod(position, self.count)
+        return self._pass(number)[offset]
+
+    def _pass(self, number: int) -> list[int]:
+        first = number
+        while first not in self.passes and self._begun(first):
+            first -= 1
+        for each in range(first, number + 1):
+            if each not in self.passes:
+                self.passes[each] = self._order(each)
+                self.passes.pop(each - 3, None)
+        return self.passes[number]
+
+    def _begun(self, number: int) -> int:
+        return number * self.count % self.batch  # rows of the border batch that the pass before filled
+
+    def _order(self, number: int) -> list[int]:
+        order = [self.shuffled[number * self.count + offset] for offset in range(self.count)]
+        begun = self._begun(number)
+        if not begun:
+            return order
+        taken = set(self.passes[number - 1][-begun:])
+        head = [index for index in order if index not in taken][: self.batch - begun]
+        chosen = set(head)
+        return head + [index for index in order if index not in chosen]

@@ -159,23 +159,25 @@ def _cells(line: Line) -> tuple[str, ...]:
         line.measure.removeprefix("eval/"),
         line.run.name,
         line.run.algorithm,
-        f"{line.run.samples():,}",
         number(line.before, line.before_error),
         number(line.after, line.after_error),
         "-" if line.gain is None else f"{100 * line.gain:+.1f}",
     )
 
 
-_HEAD = ("agent", "measure", "run", "algorithm", "own samples", "before", "after", "gain (points)")
+_HEAD = ("agent", "measure", "run", "algorithm", "before", "after", "points")
 
 
 def _rich_table(found: list[Line]) -> Any:
+    from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Held-out accuracy before and after training")
+    counts = {line.run.name: f"{line.run.samples():,}" for line in found}
+    caption = "own samples per agent: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+    table = Table(title="Held-out accuracy before and after training", caption=caption, box=SIMPLE)
     for title in _HEAD:
-        table.add_column(title, justify="right" if title in _HEAD[4:] else "left", no_wrap=True)
+        table.add_column(title, justify="right" if title in _HEAD[4:] else "left", overflow="fold")
     for index, line in enumerate(found):
         last = found[index + 1 : index + 2] and found[index + 1].agent != line.agent
         table.add_row(*map(Text, _cells(line)), end_section=bool(last))

@@ -1,9 +1,9 @@
 """A model's tokenizer behind four contracts: prompt, encode, decode, re-encode (design, section 3).
 
 What the model reads is what transformers would give it, id for id. What it writes becomes text by one rule, used for
-verification, for logs and for learners with another tokenizer: no clean-up, special tokens skipped. Text becomes ids by
-one rule: no specials added, and control strings such as ``<|im_end|>`` are the characters they are made of. Added tokens
-that their tokenizer does not call special (Qwen3's ``<think>``) are ordinary vocabulary both ways.
+verification, for logs and for learners with another tokenizer: no clean-up, special tokens skipped. Text becomes ids
+by one rule: no specials added, and control strings such as ``<|im_end|>`` are the characters they are made of. Added
+tokens that their tokenizer does not call special (Qwen3's ``<think>``) are ordinary vocabulary both ways.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def load(folder: str | Path, prompt: PromptConfig) -> Tokenizer:
     if not hf.is_fast:
         raise UserError(f"{folder}: the tokenizer has no tokenizer.json; convert it to a fast tokenizer")
     vocabulary = hf.get_vocab()
-    size = max(vocabulary.values()) + 1
-    if len(set(vocabulary.values())) != size:
-        raise UserError(f"{folder}: the tokenizer's ids have gaps: {len(set(vocabulary.values()))} ids up to {size - 1}")
+    size, used = max(vocabulary.values()) + 1, len(set(vocabulary.values()))
+    if used != size:
+        raise UserError(f"{folder}: the tokenizer's ids have gaps: {used} ids up to {size - 1}")
     eos = _eos(folder, hf.eos_token_id, size)
     if not prompt.format.count("{problem}"):
         raise UserError(f"prompt.format {prompt.format!r} has no {{problem}}: say where the problem goes")
@@ -107,7 +107,8 @@ def render(tok: Tokenizer, problem: Problem) -> list[int]:
                 messages, tokenize=True, add_generation_prompt=True, return_dict=False, **_template_args(tok.prompt)
             )
         except TemplateError as error:
-            raise UserError(f"{problem.source} {problem.id}: the chat template refuses it: {_one_line(error)}") from None
+            where = f"{problem.source} {problem.id}"
+            raise UserError(f"{where}: the chat template refuses its messages: {_one_line(error)}") from None
     if tok.bos is not None and ids[:1] != [tok.bos]:
         ids = [tok.bos, *ids]
     return list(ids)
@@ -131,8 +132,8 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 def translate(source: Tokenizer, learner: Tokenizer, ids: Sequence[int]) -> Reencoding:
     """A response of source, without its EOS, in the tokens of learner.
 
-    It is lossless when the learner's ids decode to the very text that the source's decode to. Text with U+FFFD counts as
-    lost: the source stopped inside a character, and its bytes cannot be told from the replacement.
+    It is lossless when the learner's ids decode to the very text that the source's decode to. Text with U+FFFD counts
+    as lost: the source stopped inside a character, and its bytes cannot be told from the replacement.
     """
     text = decode(source, ids)
     if CUT_CHARACTER in text:

@@ -1,7 +1,8 @@
 """The embedded task: seeded arithmetic problems, with right and systematically wrong worked answers for warm-up.
 
-A problem is one chat message, ``What is 47+38? Answer in \\boxed{}.``; `+` and `-` take two operands of at most `digits`
-digits, `*` multiplies one by a single digit. An answer works column by column, units first, and ends in the box::
+A problem is one chat message, ``What is 47+38? Answer in \\boxed{}.``; `+` and `-` take two operands of at most
+`digits` digits, `*` multiplies one by a single digit. An answer works column by column, units first, and ends in
+the box::
 
     7+8=15        53<82         7*8=56
     4+3+1=8       12-3=9        4*8+5=37

@@ -38,6 +38,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run at its last complete checkpoint.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move an existing run folder aside to NAME.1 and start anew.")]
 
+INTERRUPTED = 130  # what typer returns after Ctrl-C
+
 
 @app.command()
 def train(
@@ -60,11 +62,10 @@ def train(
         return
     from hacrl_jax import metrics, report
 
-    folder = metrics.check(resolved, resume=resume, fresh=fresh)
+    metrics.check(resolved, resume=resume, fresh=fresh)  # before JAX and the models are loaded
     from hacrl_jax.algorithm import train as run
 
-    run(resolved, resume=resume, fresh=fresh)
-    report.finish([folder])
+    report.finish([run(resolved, resume=resume, fresh=fresh).folder])
 
 
 @app.command(name="report")
@@ -81,6 +82,91 @@ def report_command(
     report.finish(runs, to)
 
 
+@app.command()
+def grade(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Rows with `gold` and `prediction`.")],
+    workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds per answer before its process is killed.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Judge every row of a JSONL file by the verifier that training uses.
+
+    Where rows also carry `correct` (true or false), says how many verdicts agree, lists those that do not, and ends
+    with status 1 if there are any.
+    """
+    from hacrl_jax.metrics import read, to_json
+    from hacrl_jax.types import UserError
+
+    rows = read(file)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not {"gold", "prediction"} <= row.keys():
+            raise UserError(f"{file}: row {number} needs `gold` and `prediction`")
+    from hacrl_jax.config import VerifierConfig
+    from hacrl_jax.tasks.grader import Grader
+
+    with Grader(VerifierConfig(workers=workers, deadline=deadline, max_error_share=1.0)) as grader:
+        verdicts = grader.grade([str(row["gold"]) for row in rows], [str(row["prediction"]) for row in rows])
+    counts = grader.counts
+    judged = list(enumerate(zip(rows, verdicts, strict=True), start=1))
+    labelled = [item for item in judged if "correct" in item[1][0]]
+    wrong = [item for item in labelled if item[1][1].correct != bool(item[1][0]["correct"])]
+    totals = {
+        "rows": len(rows),
+        "correct": sum(verdict.correct for verdict in verdicts),
+        "agree": len(labelled) - len(wrong),
+        "disagree": len(wrong),
+        "hung": counts.hung,
+        "killed": counts.killed,
+        "seconds": round(counts.seconds, 3),
+        "slowest": round(counts.slowest, 3),
+    }
+    if as_json:
+        typer.echo(to_json(totals))
+    else:
+        for number, (row, verdict) in wrong:
+            said = f"{verdict.correct} ({verdict.reason}), labelled {row['correct']}"
+            typer.echo(
+                f"row {number}: {said}: gold {row['gold']!r}, prediction ends in {str(row['prediction'])[-60:]!r}"
+            )
+        typer.echo("  ".join(f"{key} {value}" for key, value in totals.items()))
+    raise typer.Exit(1 if wrong else 0)
+
+
+@data.command()
+def inspect(
+    source: Annotated[str, typer.Argument(help="`arithmetic`, a JSONL, JSON or Parquet file, or a hub data set id.")],
+    split: Annotated[str, typer.Option(help="Split of the source.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Read only the first rows; 0 reads all.")] = 0,
+    model: Annotated[list[str] | None, typer.Option(help="Model whose tokenizer measures prompts; repeatable.")] = None,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Limit against which prompts are counted.")] = 1024,
+) -> None:
+    """Show how many problems a source gives, what was dropped and why, and how long the prompts are in tokens."""
+    from hacrl_jax.config import DataConfig, PromptConfig
+    from hacrl_jax.tasks import data as tasks
+
+    config = DataConfig(source=source, split=split, subset=subset, limit=limit, allow_bad_rows=True)
+    problems, found = tasks.problems(config)
+    typer.echo(f"{found.source}: {found.rows} rows, {found.kept} problems")
+    for reason, rows in found.dropped.items():
+        typer.echo(f"dropped, {reason}: {len(rows)}")
+        for row in rows[:5]:
+            typer.echo(f"  {row}")
+    for role, content in problems[0].messages:
+        typer.echo(f"first problem, {role}: {content}")
+    typer.echo(f"first problem, gold: {problems[0].gold}")
+    for name in model or []:
+        from hacrl_jax import tokenizer
+        from hacrl_jax.models.hf import resolve
+
+        measure = tokenizer.load(resolve(name, None), PromptConfig())
+        lengths = sorted(len(tokenizer.render(measure, problem)) for problem in problems)
+        typer.echo(
+            f"prompt tokens for {name}: median {lengths[len(lengths) // 2]}, 95% {lengths[len(lengths) * 95 // 100]}, "
+            f"longest {lengths[-1]}; over {max_prompt}: {sum(length > max_prompt for length in lengths)}"
+        )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script: run a command and exit with its status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -90,16 +176,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> int:
     try:
-        status: Any = app(arguments, standalone_mode=False)
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        status: Any = app(arguments, prog_name="hacrl", standalone_mode=False)
     except Exception as error:
+        if type(error).__name__ == "Abort":
+            return _say("interrupted", INTERRUPTED)
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return 2
         if (line := _mistake(error)) is None:
             raise
-        return _say(line, 130 if line == "interrupted" else 2)
+        return _say(line, 2)
+    if status == INTERRUPTED:
+        return _say("interrupted", status)
     return status if isinstance(status, int) else 0
 
 
@@ -113,8 +201,6 @@ def _mistake(error: Exception) -> str | None:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context else ""
         return f"{error.format_message().rstrip('.')}{hint}"
-    if type(error).__name__ == "Abort":
-        return "interrupted"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"the disk is full ({error.strerror}: {error.filename}); free some space, then continue with --resume"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

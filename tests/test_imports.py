@@ -13,9 +13,9 @@ PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "config", "metrics"},
-    {"hacpo", "sharding", "tokenizer", "tasks", "models"},
+    {"hacpo", "diagnostics", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "checkpoint"},
-    {"agent", "evaluate"},
+    {"agent", "evaluate", "journal"},
     {"algorithm", "plan", "report", "serving"},
     {"cli"},
 )

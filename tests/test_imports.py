@@ -13,7 +13,7 @@ PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "config", "metrics"},
-    {"hacpo", "diagnostics", "sharding", "tokenizer", "tasks", "models"},
+    {"hacpo", "diagnostics", "groups", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "checkpoint"},
     {"agent", "evaluate", "journal"},
     {"algorithm", "plan", "report", "serving"},
@@ -24,6 +24,8 @@ ONLY = {  # rooms that know less than their level allows
     "config": {"types"},
     "metrics": {"types", "config"},
     "hacpo": {"types", "config"},
+    "groups": {"types", "config", "hacpo"},
+    "diagnostics": {"types", "config", "hacpo"},
     "models": {"types", "config", "sharding"},
     "sampler": {"types", "config", "sharding", "models"},
 }

@@ -50,6 +50,7 @@ class Diagnostics:
     sampler_mismatch: Array  # token mean of score - the sampler's own log-prob, both under the source
     sampler_kl: Array  # k3 estimate of KL(sampler || source) from the same tokens
     tis_weight: Array  # token mean of the truncated importance weight; 1 when it is off
+    tis_truncated: Array  # share of the tokens whose weight the cap cut
     gradient_square: Array  # squared norm of d loss / d token log-prob over the sequence's tokens
 
 
@@ -238,32 +239,33 @@ def _share(
         return jnp.where(scored, values, 0)
 
     def token_mean(values: Array) -> Array:  # [M, T] -> [M, S]
-        return _per_sequence(mask(values), batch.segment, slots) / jnp.maximum(tokens, 1)
+        return _per_sequence(mask(values).astype(tokens.dtype), batch.segment, slots) / jnp.maximum(tokens, 1)
 
     token_logprob = mask(token_logprob)
-    source_token, sampler_token = mask(batch.source_token_logprob), mask(batch.sampler_token_logprob)
-    weight = truncated_weight(source_token, sampler_token, settings)
-    logprob = token_mean(token_logprob)
-    source_logprob = jnp.where(valid, batch.source_logprob, 0)
+    score, sampler = mask(batch.source_token_logprob), mask(batch.sampler_token_logprob)
+    weight = truncated_weight(score, sampler, settings)
+    logprob, source_logprob = token_mean(token_logprob), jnp.where(valid, batch.source_logprob, 0)
     first_visit = own & (update_index == 0) & exact_first_visit
     score_mismatch = jnp.where(valid & own & (update_index == 0), logprob - source_logprob, 0)
     source_logprob = jnp.where(first_visit, stop_gradient(logprob), source_logprob)
-    source_token = jnp.where(_per_token(first_visit, batch.segment), stop_gradient(token_logprob), source_token)
+    source_token = jnp.where(_per_token(first_visit, batch.segment), stop_gradient(token_logprob), score)
 
     gain = jnp.where(valid, batch.advantage, 0)
     power = jnp.where(valid, batch.capability_ratio, 1)
     ratio = sequence_ratio(logprob, source_logprob, settings.max_abs_log_ratio)
     as_own = own if settings.cross == "hacpo" else jnp.ones_like(own)
-    low, high = own_clipped(ratio, gain, settings)
-    own_value = own_objective(ratio, gain, settings) * token_mean(weight)
     if settings.ratio == "token":
         token_ratio = sequence_ratio(token_logprob, source_token, settings.max_abs_log_ratio)
         token_gain = _per_token(gain, batch.segment)
         own_value = token_mean(own_objective(token_ratio, token_gain, settings) * weight)
-        low, high = (token_mean(flag) for flag in own_clipped(token_ratio, token_gain, settings))
+        own_clips = [token_mean(flag) for flag in own_clipped(token_ratio, token_gain, settings)]
+    else:
+        own_value = own_objective(ratio, gain, settings) * token_mean(weight)
+        own_clips = own_clipped(ratio, gain, settings)
     cross_value = cross_objective(ratio, gain, power, update_index, settings) * token_mean(weight)
-    cross_low, cross_high = cross_clipped(ratio, update_index, settings)
+    cross_clips = cross_clipped(ratio, update_index, settings)
     objective = jnp.where(valid, jnp.where(as_own, own_value, cross_value), 0)
+    low, high = (jnp.where(valid, jnp.where(as_own, *pair), 0) for pair in zip(own_clips, cross_clips, strict=True))
 
     kl = jnp.zeros_like(objective)
     if settings.kl_coefficient:
@@ -271,14 +273,12 @@ def _share(
         kl = jnp.where(valid & own, token_mean(estimate), 0)
     share = -aggregate(objective, tokens, denominators, settings)
     share += settings.kl_coefficient * kl.sum() / denominators.sequences
-    mismatch = source_token - sampler_token
     return share, Diagnostics(
-        valid=valid, source=batch.source, capability_ratio=power, tokens=tokens,
-        ratio=jnp.where(valid, ratio, 1), objective=objective, kl=kl, score_mismatch=score_mismatch,
-        clipped_low=jnp.where(valid, jnp.where(as_own, low, cross_low), 0),
-        clipped_high=jnp.where(valid, jnp.where(as_own, high, cross_high), 0),
-        sampler_mismatch=token_mean(mismatch), sampler_kl=token_mean(jnp.expm1(mismatch) - mismatch),
-        tis_weight=jnp.where(valid, token_mean(weight), 1), gradient_square=jnp.zeros_like(objective),
+        valid=valid, source=batch.source, capability_ratio=power, tokens=tokens, ratio=jnp.where(valid, ratio, 1),
+        clipped_low=low, clipped_high=high, objective=objective, kl=kl, score_mismatch=score_mismatch,
+        sampler_mismatch=token_mean(score - sampler), sampler_kl=token_mean(kl_estimate(sampler, score, "k3")),
+        tis_weight=jnp.where(valid, token_mean(weight), 1), tis_truncated=token_mean(weight == settings.tis_cap),
+        gradient_square=jnp.zeros_like(objective),
     )  # fmt: skip
 
 

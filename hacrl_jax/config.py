@@ -109,7 +109,7 @@ class RolloutConfig(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """The settings of hacpo.py; DESIGN: numerics contract. delta is 1 - the lower bound that the paper's table prints."""
+    """The settings of hacpo.py (docs/objective.md). delta is 1 - the lower bound that the paper's table prints."""
 
     ratio: Literal["sequence", "token"] = "sequence"
     cross: Literal["hacpo", "naive", "none"] = "hacpo"
@@ -210,7 +210,8 @@ class Config(Strict):
             rows = self.minibatch * self.rollout.samples
             if agent.micro_batch and rows % agent.micro_batch:
                 raise ValueError(
-                    f"agents.{agent.name}.micro_batch {agent.micro_batch} does not divide the {rows} sequences of a minibatch"
+                    f"agents.{agent.name}.micro_batch {agent.micro_batch} does not divide the {rows} sequences of a "
+                    "minibatch"
                 )
         self._check_cross()
         return self
@@ -227,29 +228,64 @@ class Config(Strict):
             return
         rows = self.minibatch * self.rollout.samples
         if objective.order == "own_first" and rows % others:
-            raise ValueError(f"the {rows} sequences of a minibatch do not divide into equal shares of {others} partners")
+            raise ValueError(f"the {rows} sequences of a minibatch have no equal shares for {others} partners")
         last = self.updates_per_step() - 1
         closed = 1 - objective.delta + last * objective.delta_step >= 1
         if objective.cross == "hacpo" and objective.clip_cross and closed and not objective.allow_closed_clip:
             raise ValueError(
-                f"objective: the lower cross bound 1 - delta + m * delta_step reaches 1 by update {last} of a step, and "
-                "such updates learn nothing from partners; lower delta_step, or set objective.allow_closed_clip=true"
+                f"objective: the lower cross bound 1 - delta + m * delta_step reaches 1 by update {last} of a step; "
+                "updates from there on learn nothing from others; lower delta_step, or set objective.allow_closed_clip=true"
             )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # What the paper's text says, and what its authors' code does, where the two differ from our defaults.
-    "paper": {"objective": {"capability": "mean_reward", "kl_coefficient": 0.0}},
-    "authors": {"objective": {"eos": "excluded", "cross_too_long": "truncate"}},
-    # Algorithms: settings of the same functions.
-    "hacpo": {},
-    "gspo": {"objective": {"cross": "none"}},
-    "naive": {"objective": {"cross": "naive", "capability_baseline": False}},
-}
+    # What the paper's text states and what its authors' code does; where they are silent, our defaults hold
+    # (docs/objective.md has the table).
+    "paper": {"objective": {"capability": "mean_reward", "capability_window": 5, "order": "own_first"}},
+    "authors": {
+        "objective": {
+            "capability": "positive_rate", "capability_window": 5, "binary_guard": True, "uniform_guard": True,
+            "eos": "excluded", "order": "own_first", "kl_coefficient": 0.001, "kl_estimator": "k3",
+            "cross_too_long": "truncate", "source_logprob": "recomputed",
+        }
+    },
+    # Algorithms: settings of the same functions. Without partners' samples the others' rollouts are not exchanged.
+    "grpo": {  # token ratios in the style of DAPO: wider above, token mean, no KL
+        "objective": {
+            "cross": "none", "ratio": "token", "eps_low": 0.2, "eps_high": 0.28, "aggregation": "token_mean",
+            "kl_coefficient": 0.0,
+        }
+    },
+    "dr_grpo": {  # arXiv 2503.20783: no division by std or by length
+        "objective": {
+            "cross": "none", "ratio": "token", "eps_low": 0.2, "eps_high": 0.2, "aggregation": "constant",
+            "advantage_by_std": False, "kl_coefficient": 0.0,
+        }
+    },
+    "gspo": {"objective": {"cross": "none", "ratio": "sequence", "eps_low": 3e-4, "eps_high": 4e-4}},
+    "gspo_x2": {  # as many samples as two agents share, and twice the updates
+        "minibatch": 32, "rollout": {"samples": 16},
+        "objective": {"cross": "none", "ratio": "sequence", "eps_low": 3e-4, "eps_high": 4e-4},
+    },
+    "naive": {"objective": {"cross": "naive", "capability_baseline": False, "capability_gradient": False}},
+    "hacpo": {"objective": {"cross": "hacpo", "capability_baseline": True, "capability_gradient": True}},
+    # Ablations: HACPO without one of its parts.
+    "hacpo_no_capability_baseline": {"objective": {"cross": "hacpo", "capability_baseline": False}},
+    "hacpo_no_capability_gradient": {"objective": {"cross": "hacpo", "capability_gradient": False}},
+    "hacpo_alpha_0": {"objective": {"cross": "hacpo", "alpha": 0.0}},
+    "hacpo_alpha_1": {"objective": {"cross": "hacpo", "alpha": 1.0}},
+    "hacpo_alpha_2": {"objective": {"cross": "hacpo", "alpha": 2.0}},
+    "hacpo_alpha_3": {"objective": {"cross": "hacpo", "alpha": 3.0}},
+    "hacpo_no_clip": {"objective": {"cross": "hacpo", "clip_cross": False}},
+    "hacpo_no_stepwise": {"objective": {"cross": "hacpo", "delta_step": 0.0}},
+}  # fmt: skip
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read a YAML file, apply ``key=value`` overrides (dotted, list indices allowed) and validate.
+
+    The file's own presets lie under its keys; ``preset=NAME`` among the overrides lies over the file (or an ablation of
+    a file that states its values would change nothing), and under the other overrides.
 
     Raises UserError with one line per mistake: what, where, what to do.
     """
@@ -258,10 +294,12 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise UserError(f"config file {path} does not exist")
     try:
         tree = OmegaConf.load(path)
-        for override in overrides:
-            key, equals, value = override.partition("=")
+        pairs = [override.partition("=") for override in overrides]
+        for key, equals, value in sorted(pairs, key=lambda pair: pair[0] != "preset"):
             if not equals or not key:
-                raise UserError(f"override {override!r} is not of the form key=value")
+                raise UserError(f"override {key + equals + value!r} is not of the form key=value")
+            if key == "preset":
+                tree = OmegaConf.merge(tree, _presets(_yaml_value(value)["value"], str(path)))
             OmegaConf.update(tree, key, OmegaConf.create({"value": None} | _yaml_value(value)).value, force_add=True)
         raw = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
@@ -273,15 +311,9 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 def resolve(raw: dict[str, Any], where: str = "config") -> Config:
     """Lay the presets that raw names under raw, and validate. Errors as in load."""
-    names = raw.get("preset") or ()
-    names = (names,) if isinstance(names, str) else tuple(names)
-    merged: dict[str, Any] = {}
-    for name in names:
-        if name not in PRESETS:
-            raise UserError(f"{where}: preset: no preset {name!r}; there are {', '.join(PRESETS)}")
-        merged = _merge(merged, PRESETS[name])
+    names = _names(raw.get("preset"))
     try:
-        return Config.model_validate(_merge(merged, raw) | {"preset": names})
+        return Config.model_validate(_merge(_presets(names, where), raw) | {"preset": names})
     except ValidationError as error:
         raise UserError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors())) from None
 
@@ -289,6 +321,19 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Config:
 def dump(config: Config) -> str:
     """The resolved config as YAML that load reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _names(preset: Any) -> tuple[Any, ...]:
+    return (preset,) if isinstance(preset, str) else tuple(preset or ())
+
+
+def _presets(preset: Any, where: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name in _names(preset):
+        if name not in PRESETS:
+            raise UserError(f"{where}: preset: no preset {name!r}; there are {', '.join(PRESETS)}")
+        merged = _merge(merged, PRESETS[name])
+    return merged
 
 
 def _yaml_value(text: str) -> dict[str, Any]:

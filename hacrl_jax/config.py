@@ -234,7 +234,7 @@ class Config(Strict):
         if objective.cross == "hacpo" and objective.clip_cross and closed and not objective.allow_closed_clip:
             raise ValueError(
                 f"objective: the lower cross bound 1 - delta + m * delta_step reaches 1 by update {last} of a step; "
-                "updates from there on learn nothing from others; lower delta_step, or set objective.allow_closed_clip=true"
+                "from there on partners teach nothing; lower delta_step, or set objective.allow_closed_clip=true"
             )
 
 

@@ -85,7 +85,8 @@ install() { # extra: installs into PYTHON's environment, once for each state of 
     fail "the installation failed: $(reason "$said") (all of it: $log)"
   fi
   rm -f "$log"
-  echo "$state" >"$stamp" || fail "the disk is full: cannot write $stamp"
+  # With an extra the package itself is installed, too.
+  { echo "$state" >"$stamp" && echo "$state" >"${stamp%_"$1"}"; } 2>/dev/null || fail "cannot write $stamp"
 }
 
 environment() { # extra

@@ -1,5 +1,6 @@
 """The strict schema: every mistake is one line that says what, where and what to do."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,19 @@ def test_a_config_is_frozen():
 )
 def test_the_configs_of_the_repository_are_valid(path):
     assert len(load(path).agents) >= 1
+
+
+def test_every_key_and_preset_is_documented():
+    text = (Path(__file__).parent.parent / "docs" / "config.md").read_text("utf-8")
+    known = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    words = known | {part for word in known for part in word.split(".")}
+
+    def fields(tree):
+        return {
+            key for key, value in tree.items() for key in (key, *(fields(value) if isinstance(value, dict) else ()))
+        }
+
+    full = Config(**RAW, eval={"sets": [{"data": {}}]}).model_dump()
+    found = fields(full) | fields(full["agents"][0]) | fields(full["eval"]["sets"][0])
+    assert found - words - {"enable_thinking"} == set()
+    assert {name for name in PRESETS if not name.startswith("hacpo_alpha")} - words == set()

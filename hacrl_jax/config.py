@@ -158,6 +158,7 @@ class EvalConfig(Strict):
     every: NonNegative = 0  # steps; 0 is never during training
     before: bool = True
     after: bool = True
+    final_max_response: NonNegative = 0  # response tokens of the evaluation after training; 0 is each set's
     sets: _tuple(EvalSet) = ()
 
 

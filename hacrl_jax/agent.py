@@ -1,0 +1,151 @@
+"""One policy: its tokenizer, its sampler engine, its learner, and the state that training moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hacrl_jax import exchange, learner, models, sampler, tokenizer
+from hacrl_jax.config import Config, EvalSet
+from hacrl_jax.learner import Learner, LearnerState, Outcome
+from hacrl_jax.tokenizer import Tokenizer
+from hacrl_jax.types import Array, Minibatch, Params, Problem, Rollouts
+
+PURPOSES = {"train": 0, "eval": 1}
+
+
+@dataclass
+class Agent:
+    """state and sampler_params are the only fields that change after ``create``."""
+
+    name: str
+    index: int
+    folder: Any  # where the model came from: tokenizer files and config for export
+    config: Config
+    model: models.DecoderConfig
+    graphdef: Any
+    tokenizer: Tokenizer
+    engine: sampler.Engine
+    learner: Learner
+    mesh: Mesh
+    state: LearnerState
+    sampler_params: Params  # the compute-dtype copy that the engine reads
+    reference: Params | None  # the initial policy in compute dtype; None when nothing reads it
+
+    def prompts(self, problems: Sequence[Problem]) -> tuple[Array, Array]:
+        """The problems as this agent reads them: ([B, P] int32 right-padded, [B] lengths)."""
+        rendered = [tokenizer.render(self.tokenizer, problem) for problem in problems]
+        tokens = np.zeros((len(rendered), self.config.rollout.max_prompt), np.int32)
+        for row, ids in zip(tokens, rendered, strict=True):
+            row[: len(ids)] = ids
+        return jnp.asarray(tokens), jnp.asarray([len(ids) for ids in rendered], jnp.int32)
+
+    def generate(self, problems: Sequence[Problem], step: int, *, attempt: int = 0) -> Rollouts:
+        """G training samples of each problem from the policy of this step; everything stays on the device."""
+        rollout = self.config.rollout
+        key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)
+        return sampler.rollout(
+            self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
+            samples=rollout.samples, temperature=rollout.temperature,
+        )  # fmt: skip
+
+    def answer(self, problems: Sequence[Problem], settings: EvalSet, step: int, samples: int) -> Rollouts:
+        """samples answers of each problem under an evaluation's sampling settings."""
+        key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
+        return sampler.rollout(
+            self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key, samples=samples,
+            temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p,
+            max_response=settings.max_response or self.config.rollout.max_response,
+        )  # fmt: skip
+
+    def text(self, rollouts: Rollouts) -> tuple[str, ...]:
+        """The responses as text, without the EOS that ended them: for verification, logs and other tokenizers."""
+        ids, length, stopped = jax.device_get((rollouts.response, rollouts.length, rollouts.stopped))
+        ends = length - stopped
+        return tuple(
+            tokenizer.decode(self.tokenizer, row[:end].tolist()) for row, end in zip(ids, ends, strict=True)
+        )
+
+    def score(self, problems: Sequence[Problem], rollouts: Rollouts) -> Array:
+        """Log-probs [N, R] of its own responses under the current policy, in the rows and shapes of the updates."""
+        prompts, prompt_length = self.prompts(problems)
+        rows = exchange.own_rows(rollouts, prompts, prompt_length)
+        size = self.config.minibatch * self.config.rollout.samples
+        scored = [
+            self.learner.score(self.state.params, exchange.take(rows, index))
+            for index in np.arange(rows.tokens.shape[0]).reshape(-1, size)
+        ]
+        return exchange.response_part(jnp.concatenate(scored), prompt_length, responses=rollouts.response.shape[1])
+
+    def update(self, part: Minibatch, m: int) -> Outcome:
+        """One optimizer update, number m of this step; what it tells stays on the device."""
+        if self.reference is not None:
+            reference = self.learner.score(self.reference_params(), part)
+            part = part.replace(reference_token_logprob=reference)
+        self.state, outcome = self.learner.update(self.state, part, jnp.asarray(m, jnp.int32))
+        return outcome
+
+    def reference_params(self) -> Params:
+        return learner.combine(self.reference, self.state.frozen)
+
+    def sync(self) -> None:
+        """Cast the learner's parameters into the sampler's old copy: once, after the updates of a step."""
+        self.sampler_params = _cast(self.sampler_params, self.state.params)
+
+
+def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
+    """Load one agent of the config: tokenizer, weights, programs. UserError where something does not fit."""
+    settings = config.agents[index]
+    folder = models.resolve(settings.model, settings.revision)
+    graphdef, model, params = models.load(folder, mesh=mesh, lora=settings.lora)
+    tok = tokenizer.load(folder, settings.prompt)
+    dtype = compute_dtype(settings.dtype)
+    forward = learner.Forward(
+        graphdef, tok.vocab_size, config.rollout.temperature, dtype, settings.logprob_chunk,
+        config.rollout.max_response, settings.remat, settings.attention,
+    )  # fmt: skip
+    programs = learner.build(forward, settings, config.objective, index, mesh, total_updates)
+    state = programs.init(params)
+    engine = sampler.Engine(
+        graphdef, model, params, eos=tok.eos, vocab_size=tok.vocab_size, rollout=config.rollout, mesh=mesh, dtype=dtype
+    )
+    copy = jax.tree.map(lambda x: jnp.array(x, dtype), params)
+    reference = None
+    if config.objective.kl_coefficient:
+        # Under LoRA the initial policy is the base: its adapters are zero, and the base itself is shared.
+        zeros = settings.lora is not None
+        reference = jax.tree.map(lambda x: jnp.zeros_like(x) if zeros else jnp.array(x, dtype), state.trainable)
+    return Agent(settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, state, copy, reference)
+
+
+def compute_dtype(name: str) -> Any:
+    """`auto` is bfloat16 on accelerators and float32 on CPU."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def sample_key(seed: int, agent: int, purpose: int, step: int, attempt: int) -> Array:
+    """The base key of one call; the sampler folds in problem id, sample and position."""
+    return _fold(seed, np.asarray([agent, purpose, step, attempt], np.uint32))
+
+
+@partial(jax.jit, static_argnums=0)
+def _fold(seed: int, path: Array) -> Array:
+    return jax.lax.fori_loop(0, path.shape[0], lambda i, key: jax.random.fold_in(key, path[i]), jax.random.key(seed))
+
+
+def problem_ids(problems: Sequence[Problem]) -> Array:
+    return jnp.asarray([problem.id for problem in problems], jnp.int32)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _cast(old: Params, new: Params) -> Params:
+    return jax.tree.map(lambda a, b: b.astype(a.dtype), old, new)

@@ -1,0 +1,157 @@
+"""The learner: chunked log-probs against the plain ones, and the same update for every split and mesh."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hacrl_jax import learner, models
+from hacrl_jax.config import AgentConfig, LoraConfig, MeshConfig, ObjectiveConfig, OptimizerConfig
+from hacrl_jax.sharding import make_mesh
+from hacrl_jax.types import Minibatch
+
+V, IDS, P, R, M = 96, 90, 5, 7, 16
+T = P + R
+CONFIG = models.DecoderConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+    tie_word_embeddings=True, qk_norm=True, max_position_embeddings=512,
+)  # fmt: skip
+OBJECTIVE = ObjectiveConfig(eps_low=0.05, eps_high=0.05, kl_coefficient=0.01)
+AGENT = AgentConfig(name="a", model="-", dtype="float32", optimizer=OptimizerConfig(lr=1e-3))
+
+
+def forward(graphdef, **changes):
+    plain = learner.Forward(graphdef, IDS, 0.7, jnp.float32, chunk=13, responses=R)
+    return dataclasses.replace(plain, **changes)
+
+
+def batch(seed: int = 0) -> Minibatch:
+    """Rows of ragged prompts and responses from two sources; the last row is dropped."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(1, P + 1, M)[:, None]
+    end = prompt + rng.integers(1, R + 1, M)[:, None]
+    at = np.arange(T)[None]
+    valid = np.arange(M)[:, None] < M - 1
+    ids = rng.integers(0, IDS, (M, T))
+    return jax.tree.map(jnp.asarray, Minibatch(
+        tokens=np.where(at < end, ids, 0).astype(np.int32),
+        positions=np.broadcast_to(at, (M, T)).astype(np.int32),
+        segment=(at < end).astype(np.int32),
+        scored=(at >= prompt) & (at < end) & valid,
+        source_token_logprob=rng.normal(-4, 0.2, (M, T)).astype(np.float32),
+        sampler_token_logprob=rng.normal(-4, 0.2, (M, T)).astype(np.float32),
+        reference_token_logprob=rng.normal(-4, 0.2, (M, T)).astype(np.float32),
+        source_logprob=rng.normal(-4.4, 0.05, (M, 1)).astype(np.float32),
+        advantage=rng.normal(0, 1, (M, 1)).astype(np.float32),
+        capability_ratio=rng.uniform(0.5, 2, (M, 1)).astype(np.float32),
+        source=rng.integers(0, 2, (M, 1)).astype(np.int32),
+        valid=valid,
+    ))  # fmt: skip
+
+
+def one_update(mesh=None, lora=None, m=1, times=1, poison=False, rows=None, **agent):
+    mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
+    graphdef, abstract, axes = models.abstract(CONFIG, lora)
+    from hacrl_jax.sharding import sharding, shardings
+
+    params = jax.device_put(models.init(CONFIG, jax.random.key(0), lora), shardings(axes, mesh, abstract))
+    rows = batch() if rows is None else rows
+    if poison:
+        rows = rows.replace(advantage=rows.advantage.at[0].set(jnp.nan))
+    rows = jax.tree.map(lambda x: jax.device_put(x, sharding(mesh, "batch", shape=x.shape[:1])), rows)
+    with jax.set_mesh(mesh):
+        programs = learner.build(forward(graphdef), AGENT.model_copy(update=agent), OBJECTIVE, 0, mesh, 10)
+        state = programs.init(params)
+        for _ in range(times):
+            state, outcome = programs.update(state, rows, jnp.asarray(m, jnp.int32))
+    return jax.device_get(state), jax.device_get(outcome)
+
+
+def test_logprobs_and_entropy_equal_the_plain_softmax():
+    graphdef, _, _ = models.abstract(CONFIG)
+    params = models.init(CONFIG, jax.random.key(1))
+    rows = batch()
+    logprob, entropy = learner.token_logprobs(forward(graphdef), params, rows)
+    hidden, _ = models.apply(graphdef, params, rows.tokens, rows.positions, segment=rows.segment)
+    logits = models.logits(params, hidden)[..., :IDS] / 0.7
+    plain = jax.nn.log_softmax(logits)[:, :-1]
+    expected = jnp.take_along_axis(plain, rows.tokens[:, 1:, None], axis=2)[..., 0]
+    scored = rows.scored[:, 1:]
+    chex.assert_trees_all_close(logprob[:, 1:][scored], expected[scored], atol=1e-5)
+    chex.assert_trees_all_close(
+        entropy[:, 1:][scored], -(jnp.exp(plain) * plain).sum(-1)[scored], atol=1e-5
+    )
+    assert not np.any(logprob[~rows.scored])
+
+
+def test_logprob_gradient_equals_the_plain_softmax():
+    rng = np.random.default_rng(0)
+    head, hidden = jnp.asarray(rng.normal(size=(V, 8))), jnp.asarray(rng.normal(size=(21, 8)))
+    target, weight = jnp.asarray(rng.integers(0, IDS, 21)), jnp.asarray(rng.normal(size=21))
+
+    def plain(head, hidden):
+        logprob = jax.nn.log_softmax((hidden @ head.T)[:, :IDS] / 0.7)
+        return jnp.sum(weight * jnp.take_along_axis(logprob, target[:, None], 1)[:, 0])
+
+    def chunked(head, hidden):
+        return jnp.sum(weight * learner.head_logprobs(head, hidden, target, IDS, 0.7, 4)[0])
+
+    chex.assert_trees_all_close(jax.grad(chunked, (0, 1))(head, hidden), jax.grad(plain, (0, 1))(head, hidden), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [8, 4, 1])
+def test_micro_batches_give_the_same_update(size):
+    whole, split = one_update(), one_update(micro_batch=size)
+    chex.assert_trees_all_close(split[1].loss, whole[1].loss, rtol=1e-5)
+    chex.assert_trees_all_close(split[1].grad_norm, whole[1].grad_norm, rtol=1e-5)
+    chex.assert_trees_all_close(split[1].diagnostics, whole[1].diagnostics, atol=1e-5)
+    chex.assert_trees_all_close(split[0].moments, whole[0].moments, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)])
+def test_meshes_give_the_same_update(shape):
+    data, fsdp, tensor = shape
+    one = one_update(times=3)
+    many = one_update(make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor)), times=3)
+    chex.assert_trees_all_close(many[1].loss, one[1].loss, rtol=1e-5)
+    chex.assert_trees_all_close(many[1].grad_norm, one[1].grad_norm, rtol=1e-5)
+    chex.assert_trees_all_close(many[0].trainable, one[0].trainable, atol=0.1 * AGENT.optimizer.lr)
+
+
+def test_own_ratio_is_exactly_one_at_the_first_update():
+    _, first = one_update(m=0)
+    own = np.asarray(batch().source[:, 0] == 0)
+    assert np.all(first.diagnostics.ratio[own] == 1.0)
+    _, second = one_update(m=1)
+    assert np.any(second.diagnostics.ratio[own] != 1.0)
+
+
+def test_a_nonfinite_gradient_changes_nothing_but_the_clock():
+    graphdef, _, _ = models.abstract(CONFIG)
+    before = jax.device_get(models.init(CONFIG, jax.random.key(0)))
+    state, outcome = one_update(poison=True)
+    assert outcome.nonfinite
+    assert state.updates == 1
+    chex.assert_trees_all_equal(state.trainable, before)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.moments))
+
+
+def test_lora_moves_only_its_adapters():
+    lora = LoraConfig(rank=2, alpha=4.0)
+    before = jax.device_get(models.init(CONFIG, jax.random.key(0), lora))
+    state, _ = one_update(lora=lora, times=2)
+    _, frozen = learner.split(before)
+    chex.assert_trees_all_equal(state.frozen, frozen)
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), state.trainable, learner.split(before)[0])
+    assert any(jax.tree.leaves(moved))
+
+
+def test_schedule_clock():
+    _, rate = learner.make_optimizer(OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2), 6)
+    assert [round(float(rate(jnp.asarray(i))), 6) for i in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    _, constant = learner.make_optimizer(OptimizerConfig(lr=3e-6), 6)
+    assert float(constant(jnp.asarray(5))) == pytest.approx(3e-6)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hacrl_jax import exchange, learner, models, sampler, tokenizer
+from hacrl_jax import exchange, learner, models, tokenizer
 from hacrl_jax.config import Config, EvalSet
 from hacrl_jax.learner import Learner, LearnerState, Outcome
+from hacrl_jax.sampler.engine import Engine
+from hacrl_jax.sampler.rollout import rollout
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Minibatch, Params, Problem, Rollouts
 
@@ -32,7 +34,7 @@ class Agent:
     model: models.DecoderConfig
     graphdef: Any
     tokenizer: Tokenizer
-    engine: sampler.Engine
+    engine: Engine
     learner: Learner
     mesh: Mesh
     state: LearnerState
@@ -49,17 +51,17 @@ class Agent:
 
     def generate(self, problems: Sequence[Problem], step: int, *, attempt: int = 0) -> Rollouts:
         """G training samples of each problem from the policy of this step; everything stays on the device."""
-        rollout = self.config.rollout
+        settings = self.config.rollout
         key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)
-        return sampler.rollout(
+        return rollout(
             self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
-            samples=rollout.samples, temperature=rollout.temperature,
+            samples=settings.samples, temperature=settings.temperature,
         )  # fmt: skip
 
     def answer(self, problems: Sequence[Problem], settings: EvalSet, step: int, samples: int) -> Rollouts:
         """samples answers of each problem under an evaluation's sampling settings."""
         key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
-        return sampler.rollout(
+        return rollout(
             self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key, samples=samples,
             temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p,
             max_response=settings.max_response or self.config.rollout.max_response,
@@ -97,7 +99,7 @@ class Agent:
 
     def sync(self) -> None:
         """Cast the learner's parameters into the sampler's old copy: once, after the updates of a step."""
-        self.sampler_params = _cast(self.sampler_params, self.state.params)
+        self.sampler_params = self.engine.load_params(self.state.params, self.sampler_params)
 
 
 def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
@@ -113,16 +115,19 @@ def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
     )  # fmt: skip
     programs = learner.build(forward, settings, config.objective, index, mesh, total_updates)
     state = programs.init(params)
-    engine = sampler.Engine(
-        graphdef, model, params, eos=tok.eos, vocab_size=tok.vocab_size, rollout=config.rollout, mesh=mesh, dtype=dtype
-    )
-    copy = jax.tree.map(lambda x: jnp.array(x, dtype), params)
+    engine = Engine(
+        graphdef, model, params, eos=tok.eos, vocab_size=tok.vocab_size, config=config.rollout, mesh=mesh, dtype=dtype,
+        axes=models.abstract(model, settings.lora)[2],
+    )  # fmt: skip
     reference = None
     if config.objective.kl_coefficient:
         # Under LoRA the initial policy is the base: its adapters are zero, and the base itself is shared.
         zeros = settings.lora is not None
         reference = jax.tree.map(lambda x: jnp.zeros_like(x) if zeros else jnp.array(x, dtype), state.trainable)
-    return Agent(settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, state, copy, reference)
+    return Agent(
+        settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, state,
+        engine.load_params(params), reference,
+    )  # fmt: skip
 
 
 def compute_dtype(name: str) -> Any:
@@ -145,7 +150,3 @@ def _fold(seed: int, path: Array) -> Array:
 def problem_ids(problems: Sequence[Problem]) -> Array:
     return jnp.asarray([problem.id for problem in problems], jnp.int32)
 
-
-@partial(jax.jit, donate_argnums=0)
-def _cast(old: Params, new: Params) -> Params:
-    return jax.tree.map(lambda a, b: b.astype(a.dtype), old, new)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hacrl_jax import agent, checkpoint, evaluate, exchange, hacpo, journal, metrics, tokenizer
+from hacrl_jax import agent, checkpoint, exchange, hacpo, journal, measure, metrics, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.sharding import make_mesh
@@ -25,6 +25,10 @@ class Ability:
     """The capability window: one batch score per step and agent, oldest first. history [at most K, n] float64."""
 
     history: np.ndarray
+
+    @classmethod
+    def empty(cls, n: int) -> Ability:
+        return cls(np.zeros((0, n)))
 
     def observe(self, reward: np.ndarray, objective: ObjectiveConfig) -> Ability:
         """With the step's rewards [n, N] added; all samples count, before any filter (equation 8)."""
@@ -64,19 +68,20 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
         held_out = [(settings, data.problems(settings.data)[0]) for settings in config.eval.sets]
         problems, long = readable(problems, agents)
         batches = data.batches(problems, batch=config.rollout.prompts, seed=config.seed)
-        store, start, ability = _restore(folder, config, agents, batches, resume)
+        start, ability = _restore(folder, config, agents, batches) if resume else (0, Ability.empty(len(agents)))
         run = metrics.Run.open(
             config, folder, total=steps, resume_step=(start or -1) if resume else None, fresh=fresh, show=show
         )
+        store = checkpoint.Store(folder / "checkpoints", config.checkpoint)
         with run, Grader(config.verifier) as grader:
             run.say(f"{len(problems)} problems, {long} left out for too long a prompt; steps {start + 1} to {steps}")
             if start == 0 and config.eval.before:
-                evaluate.all_agents(agents, held_out, grader, 0, run)
+                measure.all_agents(agents, held_out, grader, 0, run)
             for step in range(start + 1, steps + 1):
                 ability = train_step(next(batches), step, agents, ability, grader, config, run)
                 run.progress(step)
                 if _due(config.eval.every, step) or (step == steps and config.eval.after):
-                    evaluate.all_agents(agents, held_out, grader, step, run)
+                    measure.all_agents(agents, held_out, grader, step, run)
                 if _due(config.checkpoint.every, step) or step == steps:
                     run.sync()
                     store.save(step, *_state(agents, ability, batches, config))
@@ -142,16 +147,15 @@ def _state(agents: Sequence[Agent], ability: Ability, batches: Any, config: Conf
     return {agent.name: agent.state for agent in agents}, record
 
 
-def _restore(folder: Path, config: Config, agents: Sequence[Agent], batches: Any, resume: bool):
-    """(store, last complete step or 0, capability window), with agents and data iterator set to that step."""
+def _restore(folder: Path, config: Config, agents: Sequence[Agent], batches: Any) -> tuple[int, Ability]:
+    """(last complete step or 0, capability window), with agents and data iterator set to that step."""
     store = checkpoint.Store(folder / "checkpoints", config.checkpoint)
-    ability = Ability(np.zeros((0, len(agents))))
-    restored = store.restore({agent.name: agent.state for agent in agents}) if resume else None
+    restored = store.restore({agent.name: agent.state for agent in agents})
+    store.close()
     if restored is None:
-        return store, 0, ability
+        return 0, Ability.empty(len(agents))
     for agent in agents:
         agent.state = restored.arrays[agent.name]
         agent.sync()
     batches.set_state(restored.record["data"])
-    history = np.asarray(restored.record["ability"], np.float64).reshape(-1, len(agents))
-    return store, restored.step, Ability(history)
+    return restored.step, Ability(np.asarray(restored.record["ability"], np.float64))

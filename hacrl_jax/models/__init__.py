@@ -4,4 +4,7 @@ from hacrl_jax.models.decoder import DecoderConfig, abstract, apply, head, init,
 from hacrl_jax.models.hf import load, resolve, save
 from hacrl_jax.models.hf_config import read_config
 
-__all__ = ["DecoderConfig", "abstract", "apply", "head", "init", "load", "logits", "read_config", "resolve", "save", "trainable"]
+__all__ = [
+    "DecoderConfig", "abstract", "apply", "head", "init",
+    "load", "logits", "read_config", "resolve", "save", "trainable",
+]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from hacrl_jax import sharding
+from hacrl_jax.models import splash
 from hacrl_jax.types import Array
 
 Implementation = Literal["xla", "splash"]
@@ -17,8 +19,11 @@ def causal(q: Array, k: Array, v: Array, segment: Array | None, implementation: 
     """Each token attends to itself and what precedes it in its segment.
 
     q [B, T, H, h]; k, v [B, T, K, h]; segment [B, T] or None (a row is one sequence). Tokens of segment 0 (padding)
-    attend to one another, which keeps their rows finite and touches no other. Returns [B, T, H, h].
+    attend to one another, which keeps their rows finite and touches no other. "splash" is the TPU's kernel (splash.py).
+    Returns [B, T, H, h].
     """
+    if implementation == "splash":
+        return splash.causal(q, k, v, segment)
     mask = None if segment is None else (segment[:, None, :, None] == segment[:, None, None, :])  # [B, 1, T, T]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
@@ -29,24 +34,40 @@ def cached(q: Array, k: Array, v: Array, cache: tuple[Array, Array], length: Arr
     q [B, T, H, h]; k, v [B, T, K, h]; cache two of [B, C, K * h]; length [B]: entries below it are live; segment as in
     causal, for the new tokens among themselves. Returns [B, T, H, h].
     """
-    b, t, _, h = q.shape
-    kv_heads = k.shape[2]
-    old_k, old_v = (part.astype(q.dtype).reshape(b, -1, kv_heads, h) for part in cache)  # [B, C, K, h]
-    q = q.reshape(b, t, kv_heads, -1, h)  # [B, T, K, H / K, h]
-    scores = [jnp.einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32) for keys in (old_k, k)]
-    live = jnp.arange(old_k.shape[1]) < length[:, None]  # [B, C]
+    b, t, heads, h = q.shape
+    parts = _tensor_parts(k.shape)  # P: the flat axis lies in so many parts, on as many devices
+    group = k.shape[2] // parts  # kv heads of a part
+    # A query is laid at its kv head's place in its part's flat axis, zero elsewhere: more products, which a decode step
+    # has to spare, and the cache is read as it lies. Split into heads, the TPU compiler copied and transposed every
+    # layer's cache (0.8 GB of buffers against 0.3 MB: Qwen3-0.6B, 64 slots of 2,048), and XLA's CPU backend was slower.
+    own = jnp.arange(heads // parts)[:, None] // (heads // k.shape[2]) == jnp.arange(group)  # [H / P, K / P]
+    own = own[:, :, None]
+    q = q.reshape(b, t, parts, -1, 1, h)
+    wide = jnp.where(own, q, 0).reshape(b, t, parts, heads // parts, -1)  # [B, T, P, H / P, K / P * h]
+    pairs = [(part.astype(q.dtype), new.reshape(b, t, -1)) for part, new in zip(cache, (k, v), strict=True)]
+    keys, values = ([part.reshape(b, part.shape[1], parts, -1) for part in pair] for pair in pairs)  # [B, C | T, P, ..]
+    live = jnp.arange(keys[0].shape[1]) < length[:, None]  # [B, C]
     visible = jnp.tril(jnp.ones((t, t), bool))[None]  # [1, T, T]
     if segment is not None:
         visible = visible & (segment[:, :, None] == segment[:, None, :])
-    scores = [
-        jnp.where(live[:, None, None, None, :], scores[0] * h**-0.5, MASKED),  # [B, K, H / K, T, C]
-        jnp.where(visible[:, None, None], scores[1] * h**-0.5, MASKED),  # [B, K, H / K, T, T]
-    ]
-    top = jnp.maximum(*(jnp.max(part, axis=-1, keepdims=True) for part in scores))
-    weights = [jnp.exp(part - top) for part in scores]
-    total = sum(jnp.sum(part, axis=-1) for part in weights)  # [B, K, H / K, T]
+    scores = []  # [B, P, T, H / P, C] and [B, P, T, H / P, T]
+    for part, mask in zip(keys, (live[:, None], visible), strict=True):
+        score = jnp.einsum("btpnd,bspd->bptns", wide, part, preferred_element_type=jnp.float32)
+        scores.append(jnp.where(mask[:, None, :, None], score * h**-0.5, MASKED))
+    top = jnp.maximum(*(jnp.max(score, axis=-1, keepdims=True) for score in scores))
+    weights = [jnp.exp(score - top) for score in scores]
+    total = sum(jnp.sum(weight, axis=-1, keepdims=True) for weight in weights)  # [B, P, T, H / P, 1]
     mixed = sum(
-        jnp.einsum("bkgts,bskh->btkgh", part.astype(q.dtype), values, preferred_element_type=jnp.float32)
-        for part, values in zip(weights, (old_v, v), strict=True)
+        jnp.einsum("bptns,bspd->bptnd", weight.astype(q.dtype), value, preferred_element_type=jnp.float32)
+        for weight, value in zip(weights, values, strict=True)
     )
-    return (mixed / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype).reshape(b, t, -1, h)
+    mixed = (mixed / total).reshape(b, parts, t, heads // parts, group, h)
+    mixed = jnp.sum(jnp.where(own, mixed, 0), axis=4)  # [B, P, T, H / P, h]
+    return jnp.moveaxis(mixed, 1, 2).astype(q.dtype).reshape(b, t, heads, h)
+
+
+def _tensor_parts(shape: tuple[int, ...]) -> int:
+    """Devices over which the kv heads of [B, T, K, h] are split, where a mesh is set (jax.set_mesh)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axis = None if mesh.empty else sharding.sharding(mesh, None, None, "kv_heads", None, shape=shape).spec[2]
+    return 1 if axis is None else mesh.shape[axis]

@@ -49,7 +49,7 @@ class Agent:
             row[: len(ids)] = ids
         return jnp.asarray(tokens), jnp.asarray([len(ids) for ids in rendered], jnp.int32)
 
-    def generate(self, problems: Sequence[Problem], step: int, *, attempt: int = 0) -> Rollouts:
+    def generate(self, problems: Sequence[Problem], step: int, attempt: int = 0) -> Rollouts:
         """G training samples of each problem from the policy of this step; everything stays on the device."""
         settings = self.config.rollout
         key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)

@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hacrl_jax import agent, checkpoint, exchange, hacpo, journal, measure, metrics, tokenizer
+from hacrl_jax import agent as policy
+from hacrl_jax import checkpoint, exchange, groups, hacpo, journal, measure, metrics, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.sharding import make_mesh
 from hacrl_jax.tasks import data
 from hacrl_jax.tasks.grader import Grader
 from hacrl_jax.tasks.verify import Verdict
-from hacrl_jax.types import Problem, UserError
+from hacrl_jax.types import Problem, Rollouts, UserError
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,6 @@ class Ability:
         rows = np.concatenate([self.history, np.nanmean(score, axis=1)[None]])
         return Ability(rows[-objective.capability_window :])
 
-    def capability(self, objective: ObjectiveConfig) -> np.ndarray:
-        return np.asarray(hacpo.capability(self.history, objective.capability_window))
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -64,7 +62,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     problems, _ = data.problems(config.data)
     steps = config.steps or data.steps_of(len(problems), batch=config.rollout.prompts, epochs=config.epochs)
     with jax.set_mesh(mesh):
-        agents = [agent.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))]
+        agents = [policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))]
         held_out = [(settings, data.problems(settings.data)[0]) for settings in config.eval.sets]
         problems, long = readable(problems, agents)
         batches = data.batches(problems, batch=config.rollout.prompts, seed=config.seed)
@@ -93,20 +91,19 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
                config: Config, run: metrics.Run) -> Ability:  # fmt: skip
     """One step of Algorithm 1: all agents answer, the verifier judges once, every answer trains every agent."""
     page = journal.Page(step, agents, problems)
-    rollouts = [page.timed("generate", agent, agent.generate, problems, step) for agent in agents]
-    text = [agent.text(own) for agent, own in zip(agents, rollouts, strict=True)]
+    rollouts, text, reward, verdicts = ask(problems, step, agents, grader, config.objective, page, run)
     scores = [  # before any agent's first update
         page.timed("score", agent, agent.score, problems, own) for agent, own in zip(agents, rollouts, strict=True)
     ]
-    reward, verdicts = page.timed("verify", None, judge, problems, text, grader)
     run.rollouts(step, page.rollouts(text, reward, verdicts, rollouts))
     ability = ability.observe(reward, config.objective)
-    capability = ability.capability(config.objective)
+    capability = hacpo.capability(ability.history, config.objective.capability_window)  # [n]
+    ratio = hacpo.capability_ratio(capability)  # [n, n]
     buffer = exchange.share(rollouts, scores, reward, text)
     for agent in agents:
         rows, dropped = page.timed(
             "exchange", agent, exchange.view, buffer, *agent.prompts(problems), agent.index,
-            [other.tokenizer for other in agents], capability, config.objective,
+            [other.tokenizer for other in agents], ratio[agent.index], config.objective,
         )  # fmt: skip
         outcomes = [
             page.timed("update", agent, agent.update, exchange.take(rows, index), m)
@@ -117,7 +114,34 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
     return ability
 
 
-def judge(problems: Sequence[Problem], text: Sequence[Sequence[str]], grader: Grader) -> tuple[np.ndarray, list[Verdict]]:
+def ask(
+    problems: Sequence[Problem], step: int, agents: Sequence[Agent], grader: Grader, objective: ObjectiveConfig,
+    page: journal.Page, run: metrics.Run,
+) -> tuple[list[Rollouts], list[tuple[str, ...]], np.ndarray, list[Verdict]]:  # fmt: skip
+    """Every agent's rollouts with their text, rewards [n, N] and verdicts (agent by agent).
+
+    With `groups: resample`, prompts on which all rewards are equal are answered again, a bounded number of times.
+    """
+    rollouts = [page.timed("generate", agent, agent.generate, problems, step) for agent in agents]
+    attempt = 0
+    while True:
+        text = [agent.text(own) for agent, own in zip(agents, rollouts, strict=True)]
+        reward, verdicts = page.timed("verify", None, judge, problems, text, grader)
+        spread = np.ptp(reward.reshape(len(agents), len(problems), -1), axis=(0, 2))  # [B]
+        again = groups.resample(spread > hacpo.UNIFORM_TOLERANCE, attempt, objective)
+        if again.message:
+            run.say(f"step {step}: {again.message}")
+        if not again.prompts.size:
+            return rollouts, text, reward, verdicts
+        attempt += 1
+        fresh = [page.timed("generate", agent, agent.generate, problems, step, attempt) for agent in agents]
+        chosen = np.isin(np.arange(len(problems)), again.prompts)
+        rollouts = [exchange.replace(*pair, chosen) for pair in zip(rollouts, fresh, strict=True)]
+
+
+def judge(
+    problems: Sequence[Problem], text: Sequence[Sequence[str]], grader: Grader
+) -> tuple[np.ndarray, list[Verdict]]:
     """Rewards [n, N] float64, and the verdicts agent by agent: all answers of the step in one go."""
     samples = len(text[0]) // len(problems)
     golds = [problem.gold for problem in problems for _ in range(samples)] * len(text)

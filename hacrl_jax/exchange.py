@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from hacrl_jax import hacpo, tokenizer
+from hacrl_jax import groups, hacpo, tokenizer
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Buffer, Minibatch, Rollouts, UserError
@@ -70,11 +70,16 @@ def view(buffer: Buffer, prompts: Array, prompt_length: Array, learner: int, tok
             ))  # fmt: skip
             dropped.append(Dropped())
         else:
-            rows, lost = other_tokenizer_rows(buffer, j, prompts, prompt_length, tokenizers[j], tokenizers[learner], objective)
+            pair = tokenizers[j], tokenizers[learner]
+            rows, lost = other_tokenizer_rows(buffer, j, prompts, prompt_length, *pair, objective)
             parts.append(rows)
             dropped.append(lost)
-    rows = assemble(tuple(parts), buffer.reward, capability_ratio, prompts=prompts.shape[0], chosen=chosen,
-                    learner=learner, objective=objective)  # fmt: skip
+    reward = jnp.stack([buffer.reward[j] for j in chosen])
+    fates = [(buffer.rollouts[j].length, buffer.rollouts[j].stopped) for j in chosen]
+    rows = assemble(
+        tuple(parts), reward, fates, capability_ratio, prompts=prompts.shape[0],
+        responses=buffer.rollouts[0].response.shape[1], chosen=chosen, learner=learner, objective=objective,
+    )  # fmt: skip
     return rows, dropped
 
 
@@ -84,8 +89,10 @@ def sources(n: int, learner: int, objective: ObjectiveConfig) -> tuple[int, ...]
 
 
 @partial(jax.jit, static_argnames=("eos", "sampler_is_source"))
-def same_tokenizer_rows(rollouts: Rollouts, score: Array, prompts: Array, prompt_length: Array, final_eos: int | Array, *,
-                        eos: str, sampler_is_source: bool) -> Rows:  # fmt: skip
+def same_tokenizer_rows(
+    rollouts: Rollouts, score: Array, prompts: Array, prompt_length: Array, final_eos: int | Array, *, eos: str,
+    sampler_is_source: bool,
+) -> Rows:  # fmt: skip
     """Rows of a source whose ids the learner shares: device buffers in, device buffers out.
 
     score [N, R]: the source's log-probs of its response. final_eos replaces the EOS that ended a response (the two
@@ -156,21 +163,28 @@ def _text_rows(prompts: Array, prompt_length: Array, response: Array, scored: Ar
     return Rows(tokens, lengths, scored, nothing, nothing, source_logprob, valid)
 
 
-@partial(jax.jit, static_argnames=("prompts", "chosen", "learner", "objective"))
-def assemble(parts: tuple[Rows, ...], reward: Array, capability_ratio: Array, *, prompts: int, chosen: tuple[int, ...],
-             learner: int, objective: ObjectiveConfig) -> Minibatch:  # fmt: skip
-    """The rows of the chosen sources as one Minibatch with the learner's advantages. reward [n, N], prompts = B."""
+@partial(jax.jit, static_argnames=("prompts", "responses", "chosen", "learner", "objective"))
+def assemble(
+    parts: tuple[Rows, ...], reward: Array, fates: list[tuple[Array, Array]], capability_ratio: Array, *, prompts: int,
+    responses: int, chosen: tuple[int, ...], learner: int, objective: ObjectiveConfig,
+) -> Minibatch:  # fmt: skip
+    """The rows of the chosen sources as one Minibatch with the learner's advantages.
+
+    reward [chosen, N]; fates: (length, stopped) of each source's responses in its own tokens; prompts is B, responses
+    is R.
+    """
     N = reward.shape[1]
     rows: Rows = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     total, T = rows.tokens.shape
     chex.assert_shape(rows.valid, (len(chosen) * N,))
-    flat = reward[jnp.asarray(chosen)].reshape(-1)  # [total]
+    flat = reward.reshape(-1)  # [total]
+    length, stopped = (jnp.concatenate(leaves) for leaves in zip(*fates, strict=True))
     prompt = jnp.tile(jnp.repeat(jnp.arange(prompts, dtype=jnp.int32), N // prompts), len(chosen))
     source = jnp.repeat(jnp.asarray(chosen, jnp.int32), N)
     valid = rows.valid & ~jnp.isnan(flat)
-    advantage, _ = hacpo.advantage(
-        jnp.where(valid, flat, 0.0), prompt, source, valid, learner, capability_ratio, objective
-    )
+    flat, valid = groups.overlong(jnp.where(valid, flat, 0.0), length, stopped, valid, responses, objective)
+    valid = groups.keep_groups(flat, prompt, source, valid, learner, objective)
+    advantage, _ = hacpo.advantage(flat, prompt, source, valid, learner, capability_ratio, objective)
     return Minibatch(
         **layout(rows.replace(valid=valid)),
         source_token_logprob=rows.source_token_logprob,
@@ -197,7 +211,7 @@ def layout(rows: Rows) -> dict[str, Array]:
 
 
 def join(prompts: Array, prompt_length: Array, response: Array, length: Array) -> tuple[Array, Array]:
-    """Each response right after its prompt: ([N, P + R] values, [N] prompt lengths). prompts [B, P], response [N, R]."""
+    """Each response [N, R] right after its prompt [B, P]: ([N, P + R] values, [N] prompt lengths)."""
     (B, P), (N, R) = prompts.shape, response.shape
     prompts = jnp.repeat(prompts, N // B, axis=0)
     start = jnp.repeat(prompt_length, N // B)
@@ -236,6 +250,18 @@ def minibatches(config: Config, learner: int) -> list[np.ndarray]:
     cross = np.delete(rows, learner, axis=0)
     share = config.minibatch * G // len(cross)
     return [*own, *cross.reshape(len(cross), -1, share).transpose(1, 0, 2).reshape(-1, share * len(cross))]
+
+
+@jax.jit
+def replace(rollouts: Rollouts, fresh: Rollouts, chosen: Array) -> Rollouts:
+    """rollouts with the samples of some prompts, chosen [B] bool, taken from fresh."""
+    B = chosen.shape[0]
+
+    def one(old: Array, new: Array) -> Array:
+        mask = jnp.repeat(chosen, old.shape[0] // B)
+        return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return jax.tree.map(one, rollouts, fresh)
 
 
 @jax.jit

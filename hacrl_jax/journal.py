@@ -74,5 +74,6 @@ def _learning(outcomes: Sequence[Outcome], agent: Agent, n: int) -> dict[str, An
     """Means over the step's updates, and the diagnostics of all their sequences together."""
     first = jax.device_get([outcome.replace(diagnostics=None) for outcome in outcomes])
     metrics = {key: np.mean([getattr(o, key) for o in first]) for key in ("loss", "grad_norm", "lr", "entropy")}
+    metrics["nonfinite"] = int(sum(outcome.nonfinite for outcome in first))
     everything = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *[o.diagnostics for o in outcomes])
-    return metrics | {"nonfinite": int(sum(o.nonfinite for o in first))} | diagnostics.summary(everything, agent.index, n)
+    return metrics | diagnostics.summary(everything, agent.index, n)

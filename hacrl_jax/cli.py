@@ -34,7 +34,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line, instead of text.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run at its last complete checkpoint.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move an existing run folder aside to NAME.1 and start anew.")]
 
@@ -66,6 +66,43 @@ def train(
     from hacrl_jax.algorithm import train as run
 
     report.finish([run(resolved, resume=resume, fresh=fresh).folder])
+
+
+@app.command(name="eval")
+def eval_command(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A YAML file, or a run folder.")],
+    overrides: Overrides = None,
+    to: Annotated[Path | None, typer.Option(help="Write every graded answer to this JSONL file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate agents on the sets of `eval.sets`: a config's as they are, a run's as its newest checkpoint has them.
+
+    Prints accuracy with its standard error over problems. Example, a run on another set:
+
+    hacrl eval runs/mine 'eval.sets=[{data: {source: test.jsonl}, samples: 4, temperature: 1.0}]' --to answers.jsonl
+    """
+    from hacrl_jax.config import load
+    from hacrl_jax.metrics import to_json, write_atomic
+
+    run = target if target.is_dir() else None
+    config = load(target / "config.yaml" if run else target, overrides or [])
+    from hacrl_jax import measure
+
+    found, answers = [], []
+    for row, graded in measure.evaluate(config, run and run / "checkpoints", lambda line: typer.echo(line, err=True)):
+        found.append(row)
+        answers += [item for group in graded for item in group]
+    if to:
+        write_atomic(to, "".join(to_json(item) + "\n" for item in answers))
+    for row in found:
+        if as_json:
+            typer.echo(to_json(row))
+        else:
+            measures = [key for key in row if "@" in key and f"{key}/stderr" in row]
+            shown = "  ".join(
+                f"{key.removeprefix('eval/')} {row[key]:.3f} ± {row[key + '/stderr']:.3f}" for key in measures
+            )
+            typer.echo(f"{row['agent']}  step {row['step']}  {shown}")
 
 
 @app.command(name="report")

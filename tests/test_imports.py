@@ -15,7 +15,7 @@ LEVELS = (
     {"types", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "checkpoint"},
-    {"agent", "evaluate", "journal"},
+    {"agent", "evaluate", "journal", "measure"},
     {"algorithm", "plan", "report", "serving"},
     {"cli"},
 )

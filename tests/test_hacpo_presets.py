@@ -85,7 +85,7 @@ def test_paper_and_authors():
 
 
 def test_a_preset_on_the_command_line_lies_over_the_file_and_under_other_overrides():
-    path = PAPER / "qwen3-4b-base_qwen3-8b-base.yaml"
+    path = PAPER / "qwen3_4b_and_8b.yaml"
     assert load(path, ["preset=hacpo_alpha_0"]).objective.alpha == 0
     assert load(path, ["objective.alpha=2.0", "preset=[authors,hacpo_alpha_0]"]).objective.alpha == 2
     double = load(path, ["preset=gspo_x2"])

@@ -172,7 +172,25 @@ class VerifierConfig(Strict):
 class CheckpointConfig(Strict):
     every: NonNegative = 10  # steps; 0 is only the last
     keep_last: Positive = 2
-    keep_every: NonNegative = 0
+    keep_every: NonNegative = 0  # steps whose multiples stay for good; 0 is none
+    folder: str = ""  # a folder or a URL such as gs://bucket/path, NAME is added; default: in the run folder
+
+
+class JournalConfig(Strict):
+    """What a step writes into rollouts/ before its update: text for people, tensors from which `hacrl replay` learns."""
+
+    text: bool = True
+    tensors: bool = True
+    keep_tensors: NonNegative = 20  # of the last steps; 0 keeps all
+
+
+class GuardConfig(Strict):
+    """When a run ends by itself (docs/runs.md). Seconds; 0 turns a limit off."""
+
+    nonfinite: NonNegative = 5  # updates of an agent in a row without a finite loss and gradient
+    grace: NonNegative = 30  # from a signal to the end, whatever goes on
+    stuck: NonNegative = 1800  # without a sign of life: all stacks are written to the run folder
+    stuck_exit: NonNegative = 7200  # without a sign of life: the end
 
 
 class MeshConfig(Strict):
@@ -198,6 +216,8 @@ class Config(Strict):
     eval: EvalConfig = EvalConfig()
     verifier: VerifierConfig = VerifierConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    guard: GuardConfig = GuardConfig()
     mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")

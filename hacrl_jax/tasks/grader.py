@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hacrl_jax.config import VerifierConfig
-from hacrl_jax.tasks.verify import ERRORS, Policy, Verdict, extract
+from hacrl_jax.tasks.policy import Policy
+from hacrl_jax.tasks.verify import ERRORS, Verdict, extract
 from hacrl_jax.types import UserError
 
 STARTUP_SECONDS = 120.0  # importing sympy on a loaded machine; not part of any answer's deadline
@@ -57,7 +58,7 @@ class Grader:
 
     def __init__(self, config: VerifierConfig) -> None:
         self.config = config
-        self.policy = Policy()
+        self.policy = Policy(**config.policy.model_dump())
         self.counts = Counts()
         self._workers: list[_Worker] = []
         self._recent: deque[float] = deque(maxlen=256)

@@ -6,11 +6,18 @@ nothing from a model is ever evaluated as code: LaTeX goes through math-verify's
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+import functools
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-MAX_CHARS = 2000  # of a boxed answer, in characters
+from hacrl_jax.tasks.policy import DEFAULT, Policy
+
+if TYPE_CHECKING:
+    from hacrl_jax.tasks.answers import Answer
+
+MAX_CHARS = 2000  # of a boxed answer
+MAX_DEPTH = 60  # nested brackets of a boxed answer
 ERRORS = frozenset({"timeout", "died", "memory", "error"})  # verdicts that blame the grader, not the answer
 
 
@@ -22,27 +29,19 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What is a matter of taste; docs/verification.md explains each switch."""
-
-    boxes: Literal["last", "all"] = "last"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def verify(*, gold: str, prediction: str, policy: Policy = Policy()) -> Verdict:
+def verify(*, gold: str, prediction: str, policy: Policy = DEFAULT) -> Verdict:
     """Judge one response. Runs in this process, without a deadline: grader.Grader is the guarded way."""
     answer = extract(prediction, policy)
     return answer if isinstance(answer, Verdict) else judge(gold=gold, answer=answer, policy=policy)
 
 
-def extract(prediction: str, policy: Policy = Policy()) -> str | Verdict:
+def extract(prediction: str, policy: Policy = DEFAULT) -> str | Verdict:
     """The content of the last box of a response, or the verdict that there is none. Linear in the response."""
     text = prediction.rpartition("</think>")[2]
     text = text.partition("<think>")[0]
     start = _last_box(text, len(text))
+    if policy.boxes == "all" and (several := [content for content in boxes(text) if content]):
+        return _sized(", ".join(dict.fromkeys(several)))
     if start < 0:
         return Verdict(False, "no box")
     content = _braced(text, start)
@@ -50,9 +49,11 @@ def extract(prediction: str, policy: Policy = Policy()) -> str | Verdict:
         return Verdict(False, "unfinished box")
     if not content.strip():
         return Verdict(False, "empty box")
-    if len(content) > MAX_CHARS:
-        return Verdict(False, "too long")
-    return content.strip()
+    return _sized(content.strip())
+
+
+def _sized(content: str) -> str | Verdict:
+    return content if len(content) <= MAX_CHARS else Verdict(False, "too long")
 
 
 def boxes(text: str) -> list[str]:
@@ -91,19 +92,53 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-def judge(*, gold: str, answer: str, policy: Policy = Policy()) -> Verdict:
-    """Compare the content of a box with the gold answer."""
+def judge(*, gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict:
+    """Compare the content of a box with the gold answer. No exception but MemoryError leaves it."""
+    from hacrl_jax.tasks import compare, latex  # sympy and the grammar: extract's callers need not wait for them
+
+    if fault := unfit(answer):
+        return Verdict(False, fault)
     if answer.split() == gold.split():
         return Verdict(True, "equal")
-    from math_verify import LatexExtractionConfig, parse
-    from math_verify import verify as equal
-
+    reason = "different"
     try:
-        parsed = [
-            parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-            for text in (gold, answer)
-        ]
-        correct = bool(parsed[0]) and bool(parsed[1]) and equal(*parsed, timeout_seconds=None)
-    except Exception:
-        return Verdict(False, "unparseable")
-    return Verdict(correct, "equal" if correct else "different")
+        found = readings(answer)
+    except (latex.Unreadable, RecursionError):
+        return Verdict(False, "unreadable")
+    try:
+        wanted = readings(gold)
+    except (latex.Unreadable, RecursionError):
+        return Verdict(False, "unreadable gold answer")
+    for ours in wanted:
+        for theirs in found:
+            try:
+                if compare.equal(ours, theirs, policy):
+                    return Verdict(True, "equal")
+            except latex.TooLarge:
+                reason = "too large"
+            except (latex.Unreadable, RecursionError):
+                reason = "unreadable"
+            except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError):
+                reason = "unreadable"  # sympy's ways to say that it cannot handle an expression
+    return Verdict(False, reason)
+
+
+def unfit(text: str) -> str | None:
+    """Why a text is refused before any parsing: `too long`, `nested too deeply`, `alphabet`; None for none of them."""
+    if len(text) > MAX_CHARS:
+        return "too long"
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+        if unicodedata.category(letter)[0] == "C" and letter not in "\n\t\r\u200b\u200c\u200d\u2060\ufeff\u00ad":
+            return "alphabet"
+    return "nested too deeply" if deepest > MAX_DEPTH else None
+
+
+@functools.lru_cache(maxsize=4096)
+def readings(text: str) -> tuple[Answer, ...]:
+    """The typed readings of an answer. Raises latex.Unreadable."""
+    from hacrl_jax.tasks import answers, normal
+
+    return tuple(answers.readings(normal.normalize(text)))

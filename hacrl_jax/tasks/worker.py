@@ -19,11 +19,12 @@ def main(memory_mb: int, policy: dict[str, object]) -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not reach the parent as a reply
     from hacrl_jax.tasks import verify
+    from hacrl_jax.tasks.policy import Policy
 
     verify.judge(gold="\\frac{1}{2}", answer="x=\\sqrt{0.25}")  # builds the parser's tables before the first deadline
     _restrict(memory_mb)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    chosen = verify.Policy(**policy)
+    chosen = Policy(**policy)
     replies.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)

@@ -69,6 +69,7 @@ class AgentConfig(Strict):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     micro_batch: NonNegative = 0  # rows per forward and backward; 0 is the whole minibatch
+    packing: bool = False  # several sequences in a row, as many micro-batches as their tokens need
     logprob_chunk: Positive = 1024  # tokens whose logits exist at one time
     remat: Literal["none", "dots", "full", "offload"] = "none"
     attention: Literal["xla", "splash"] = "xla"
@@ -162,11 +163,50 @@ class EvalConfig(Strict):
     sets: _tuple(EvalSet) = ()
 
 
+class PolicyConfig(Strict):
+    """What is a matter of taste in grading; docs/verification.md explains each switch."""
+
+    boxes: Literal["last", "all"] = "last"
+    percent: Literal["either", "value", "number"] = "either"
+    units: Literal["known", "ignore", "require"] = "known"
+    rounding: NonNegative = 6  # significant digits from which a decimal may stand for what rounds to it; 0 is never
+    tolerance: NonNegativeFloat = 0.0  # relative, for gold answers written as decimals
+
+
 class VerifierConfig(Strict):
     workers: Positive = 2
     deadline: Annotated[float, Field(gt=0)] = 5.0  # seconds per answer
     memory_mb: Positive = 1024  # per worker
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.2  # of a step's answers, before the run stops
+    policy: PolicyConfig = PolicyConfig()
+
+
+class LengthRewardConfig(Strict):
+    """0 up to `free`, falling to -1 at `limit`."""
+
+    weight: NonNegativeFloat = 0.0
+    unit: Literal["tokens", "characters"] = "tokens"  # tokens of the agent that wrote the response
+    free: NonNegative = 0
+    limit: Positive = 4096
+
+
+class CustomRewardConfig(Strict):
+    """A function of your own; hacrl_jax/tasks/rewards.py says what it receives and returns."""
+
+    function: str  # path/to/file.py:name
+    weight: float = 1.0
+    deadline: Annotated[float, Field(gt=0)] = 60.0  # seconds per batch
+    on_error: Literal["stop", "drop"] = "stop"  # drop: the batch counts as not scorable
+
+
+class RewardConfig(Strict):
+    """A weighted sum, the same for all agents that learn from the response."""
+
+    correct: float = 1.0
+    incorrect: float = 0.0
+    format: NonNegativeFloat = 0.0  # weight of a well-formed response: one complete box at the end, <think> closed
+    length: LengthRewardConfig = LengthRewardConfig()
+    custom: _tuple(CustomRewardConfig) = ()
 
 
 class CheckpointConfig(Strict):
@@ -215,6 +255,7 @@ class Config(Strict):
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
     verifier: VerifierConfig = VerifierConfig()
+    reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     journal: JournalConfig = JournalConfig()
     guard: GuardConfig = GuardConfig()

@@ -18,7 +18,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from hacrl_jax import hacpo, models
+from hacrl_jax import hacpo, models, packing
 from hacrl_jax.config import AgentConfig, ObjectiveConfig, OptimizerConfig
 from hacrl_jax.sharding import sharding
 from hacrl_jax.types import Array, Minibatch, Params
@@ -80,17 +80,16 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
           total_updates: int) -> Learner:  # fmt: skip
     """The programs of learner number `learner`; total_updates is the length of the learning-rate schedule."""
     optimizer, rate = make_optimizer(agent.optimizer, total_updates)
-    stack = partial(_stack, size=agent.micro_batch, mesh=mesh)
+    arrange = partial(_arrange, size=agent.micro_batch, packed=agent.packing, mesh=mesh)
 
     def init(params: Params) -> LearnerState:
         trainable, frozen = split(params)
         return LearnerState(trainable, frozen, optimizer.init(trainable), jnp.zeros((), jnp.int32))
 
     def score(params: Params, minibatch: Minibatch) -> Array:
-        def one(_, part: Minibatch):
-            return None, token_logprobs(forward, params, part)[0]
-
-        return _unstack(jax.lax.scan(one, None, stack(minibatch))[1])
+        work = arrange(minibatch)
+        _, logprob = _each(work, 0.0, lambda part: (0.0, token_logprobs(forward, params, part)[0]))
+        return work.tokens(logprob)
 
     def update(state: LearnerState, minibatch: Minibatch, m: Array):
         denominators = hacpo.denominators(minibatch, learner, objective, forward.responses)
@@ -100,13 +99,14 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
             value, diagnostics = hacpo.loss(logprob, part, learner, m, denominators, objective)
             return value, (diagnostics, jax.lax.stop_gradient(entropy).sum())
 
-        def one(total, part: Minibatch):
+        def one(part: Minibatch):
             (value, aux), gradient = jax.value_and_grad(loss, has_aux=True)(state.trainable, part)
-            return jax.tree.map(jnp.add, total, (value, gradient)), aux
+            return (value, gradient), aux
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.trainable))
-        (value, gradient), aux = jax.lax.scan(one, zero, stack(minibatch))
-        norm = optax.global_norm(gradient)
+        work = arrange(minibatch)
+        (value, gradient), (diagnostics, entropy) = _each(work, zero, one)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         step, moments = optimizer.update(gradient, state.moments, state.trainable)
         lr = rate(state.updates)
@@ -116,9 +116,9 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
         state = LearnerState(
             keep(moved, state.trainable), state.frozen, keep(moments, state.moments), state.updates + 1
         )
-        diagnostics, entropy = aux
         tokens = jnp.maximum(minibatch.scored.sum(), 1)
-        return state, Outcome(value, norm, lr, entropy.sum() / tokens, ~finite, _unstack(diagnostics))
+        diagnostics = jax.tree.map(work.sequences, diagnostics)
+        return state, Outcome(value, norm, lr, entropy.sum() / tokens, ~finite, diagnostics)
 
     return Learner(init, jax.jit(score), jax.jit(update, donate_argnums=0))
 
@@ -126,9 +126,9 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
 def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tuple[Array, Array]:
     """Log-prob and entropy of every scored token, float32 [M, T] each, 0 elsewhere.
 
-    Only scored positions meet the head (at most forward.responses a row), `chunk` of them at a time and recomputed in
-    the backward pass: no [M, T, V] array exists. The distribution is softmax(logits / temperature) over the ids that
-    the tokenizer has.
+    Only scored positions meet the head (at most forward.responses in a row of one sequence), `chunk` of them at a time
+    and recomputed in the backward pass: no [M, T, V] array exists. The distribution is softmax(logits / temperature)
+    over the ids that the tokenizer has.
     """
     chex.assert_rank(minibatch.tokens, 2)
     hidden, _ = models.apply(
@@ -136,7 +136,7 @@ def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tu
         dtype=forward.dtype, remat=forward.remat, attention=forward.attention,
     )  # fmt: skip
     M, T, D = hidden.shape
-    size = min(forward.responses, T)
+    size = min(forward.responses, T) if minibatch.valid.shape[1] == 1 else T
     where = jnp.argsort(~minibatch.scored, axis=1, stable=True)[:, :size]  # [M, size]: scored positions first
     target = jnp.take_along_axis(minibatch.tokens, where, axis=1)
     before = jnp.maximum(where - 1, 0)  # the position that predicts the token
@@ -216,18 +216,58 @@ def combine(trainable: Params, frozen: Params) -> Params:
     return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda leaf: leaf is None)
 
 
-def _stack(minibatch: Minibatch, size: int, mesh: Mesh) -> Minibatch:
-    """[M, ...] -> [M / size, size, ...], size 0 being M. Strided, so that every device keeps its rows."""
-    rows = minibatch.tokens.shape[0]
-    steps = rows // (size or rows)
+class Work(NamedTuple):
+    """A minibatch cut into micro-batches: leaves [steps, rows, ...], of which the first `count` hold something."""
 
-    def one(x: Array) -> Array:
-        x = x.reshape(x.shape[0] // steps, steps, *x.shape[1:]).swapaxes(0, 1)
+    parts: Minibatch
+    count: int | Array
+    tokens: Callable[[Array], Array]  # token values [steps, rows, T] to the minibatch's own rows [M, T]
+    sequences: Callable[[Array], Array]  # values of sequences [steps, rows, S] to the minibatch's own rows [M, 1]
+
+
+def _arrange(minibatch: Minibatch, size: int, packed: bool, mesh: Mesh) -> Work:
+    """Micro-batches of `size` rows (0: all), padded as they are, or packed."""
+    M = minibatch.tokens.shape[0]
+    size = size or M
+
+    def on_mesh(x: Array) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, None, "batch", shape=x.shape[:2]))
 
-    return jax.tree.map(one, minibatch)
+    if packed:
+        places = packing.place(packing.lengths_of(minibatch), minibatch.tokens.shape[1])
+        parts = jax.tree.map(lambda x: on_mesh(x.reshape(-1, size, *x.shape[1:])), packing.pack(minibatch, places))
+        return Work(
+            parts, -(-places.used // size),
+            tokens=lambda x: packing.unpack_tokens(_rows(x), places, minibatch.scored),
+            sequences=lambda x: packing.unpack_sequences(_rows(x), places),
+        )  # fmt: skip
+    # Strided, so that every device keeps its rows.
+    parts = jax.tree.map(lambda x: on_mesh(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1)), minibatch)
+    back = lambda x: _rows(x.swapaxes(0, 1))  # noqa: E731
+    return Work(parts, M // size, tokens=back, sequences=back)
 
 
-def _unstack(tree: Any) -> Any:
-    """The inverse of _stack on every leaf [steps, M / steps, ...]."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
+def _each(work: Work, zero: Any, function: Callable[[Minibatch], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """(sum of the first results, the second ones stacked [steps, ...]) of function over the micro-batches.
+
+    A loop of `count` turns, so that the unused rows of a packed minibatch cost nothing; it is never differentiated.
+    """
+    steps = work.parts.tokens.shape[0]
+    if steps == 1:
+        value, aux = function(jax.tree.map(lambda x: x[0], work.parts))
+        return value, jax.tree.map(lambda x: x[None], aux)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], work.parts))[1]
+    blank = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
+
+    def turn(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        total, everything = carry
+        value, aux = function(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), work.parts))
+        put = lambda whole, x: jax.lax.dynamic_update_index_in_dim(whole, x, i, 0)  # noqa: E731
+        return jax.tree.map(jnp.add, total, value), jax.tree.map(put, everything, aux)
+
+    return jax.lax.fori_loop(0, work.count, turn, (zero, blank))
+
+
+def _rows(x: Array) -> Array:
+    """[a, b, ...] -> [a * b, ...]."""
+    return x.reshape(-1, *x.shape[2:])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hacrl_jax import learner, models
+from hacrl_jax import learner, models, packing
 from hacrl_jax.config import AgentConfig, LoraConfig, MeshConfig, ObjectiveConfig, OptimizerConfig
 from hacrl_jax.sharding import make_mesh
 from hacrl_jax.types import Minibatch
@@ -111,6 +111,40 @@ def test_micro_batches_give_the_same_update(size):
     chex.assert_trees_all_close(split[1].grad_norm, whole[1].grad_norm, rtol=1e-5)
     chex.assert_trees_all_close(split[1].diagnostics, whole[1].diagnostics, atol=1e-5)
     chex.assert_trees_all_close(split[0].moments, whole[0].moments, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [2, 0])
+def test_packed_rows_give_the_same_update_and_scores(size):
+    padded, packed = one_update(), one_update(packing=True, micro_batch=size)
+    chex.assert_trees_all_close(packed[1].loss, padded[1].loss, rtol=1e-5)
+    chex.assert_trees_all_close(packed[1].grad_norm, padded[1].grad_norm, rtol=1e-5)
+    chex.assert_trees_all_close(packed[1].entropy, padded[1].entropy, rtol=1e-5)
+    chex.assert_trees_all_close(packed[0].moments, padded[0].moments, rtol=1e-3, atol=1e-7)
+    assert packed[1].diagnostics.valid.sum() == padded[1].diagnostics.valid.sum() == M - 1
+
+    graphdef, _, _ = models.abstract(CONFIG)
+    params, mesh = models.init(CONFIG, jax.random.key(0)), make_mesh(MeshConfig(), jax.devices()[:1])
+    agent = AGENT.model_copy(update={"packing": True, "micro_batch": size})
+    score = learner.build(forward(graphdef), agent, OBJECTIVE, 0, mesh, 10).score(params, batch())
+    expected, _ = learner.token_logprobs(forward(graphdef), params, batch())
+    chex.assert_trees_all_close(score, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_keeps_every_token_and_little_padding(seed):
+    rng, T, N = np.random.default_rng(seed), 256, 64
+    lengths = np.minimum(rng.geometric(1 / 60, N), T) * (rng.random(N) < 0.9)
+    places = jax.jit(packing.place, static_argnums=1)(jnp.asarray(lengths, jnp.int32), T)
+    cover = np.zeros((N, T), int)
+    slots = set()
+    for i in np.flatnonzero(lengths):
+        row, offset, slot = int(places.row[i]), int(places.offset[i]), int(places.slot[i])
+        cover[row, offset : offset + lengths[i]] += 1
+        assert offset + lengths[i] <= T and (row, slot) not in slots and slot < packing.slots_of(T)
+        slots.add((row, slot))
+    assert cover.max() == 1 and cover.sum() == lengths.sum()
+    assert int(places.used) == np.any(cover, axis=1).sum() and np.all(np.any(cover, axis=1)[: int(places.used)])
+    assert lengths.sum() >= 0.9 * int(places.used) * T or int(places.used) * T - lengths.sum() < T
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)])

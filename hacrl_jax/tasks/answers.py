@@ -6,6 +6,7 @@ Splitting is by brackets and separators only; expressions inside stay text until
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hacrl_jax.tasks.latex import Unreadable
@@ -181,7 +182,11 @@ def _words(tokens: list[str]) -> Answer | None:
             return Text(_folded(content))
         return parse(content) if content and "\\" not in content and content != whole else None
     plain = whole.strip()
-    if len(plain) > 3 and PLAIN_WORDS.fullmatch(plain) and not re.fullmatch(r"[A-Z]{2,}", plain):
+    if (
+        (len(plain) > 3 or not plain.isascii())
+        and PLAIN_WORDS.fullmatch(plain)
+        and not re.fullmatch(r"[A-Z]{2,}", plain)
+    ):
         return Text(_folded(plain))
     return Text(_folded(plain)) if plain.lower() in ("yes", "no", "odd", "all", "none") else None
 
@@ -235,3 +240,17 @@ def _single(text: str) -> Answer:
     if percent:
         return Value(body.removesuffix("%").strip() if body.endswith("%") else body, percent=True)
     return Value(body, unit=unit)
+
+
+def values(answer: Answer) -> Iterator[Value]:
+    """All expressions inside an answer, left to right."""
+    match answer:
+        case Value():
+            yield answer
+        case Matrix():
+            for row in answer.rows:
+                for cell in row:
+                    yield from values(cell)
+        case Group(items=parts) | Union(parts=parts) | Relation(sides=parts):
+            for part in parts:
+                yield from values(part)

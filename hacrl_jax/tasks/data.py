@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import unicodedata
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import grain
 
 from hacrl_jax.config import DataConfig
-from hacrl_jax.tasks import adapters
+from hacrl_jax.tasks import adapters, verify
 from hacrl_jax.types import Problem, UserError
 
 
@@ -91,13 +91,19 @@ def _accepted(config: DataConfig, report: Report, kept: list[tuple[int, int | No
     return [dataclasses.replace(problem, id=own) for _, own, problem in kept]
 
 
+# A single backslash in JSON makes a control character of a command's first letter: \frac, \theta, \nu, \right, \beta.
+_BROKEN_COMMAND = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f]|\t(?:heta|imes|ext|an|au|frac|riangle)|\n(?:eq?|u|abla|ot)\b|\r(?:ight|ho)"
+)
+
+
 def gold_fault(gold: str) -> str | None:
-    """Why a gold answer cannot be used: `empty`, `control character`, or None."""
+    """Why a gold answer cannot be graded against (empty, control characters, unparseable), or None."""
     if not gold.strip():
         return "empty gold answer"
-    if any(unicodedata.category(letter) == "Cc" for letter in gold):
-        return "control character in the gold answer"  # "\frac" with a single backslash in JSON is a form feed
-    return None
+    if _BROKEN_COMMAND.search(gold):
+        return "control character in the gold answer"
+    return None if verify.readable(gold) else "unparseable gold answer"
 
 
 def batches(

@@ -142,3 +142,18 @@ def readings(text: str) -> tuple[Answer, ...]:
     from hacrl_jax.tasks import answers, normal
 
     return tuple(answers.readings(normal.normalize(text)))
+
+
+def readable(gold: str) -> bool:
+    """Can answers be compared with this one? Brackets, separators and alphabet only: quick enough for a data set."""
+    from hacrl_jax.tasks import answers, latex
+
+    if unfit(gold):
+        return False
+    try:
+        for value in answers.values(readings(gold)[0]):
+            if latex.number(value.text) is None:
+                latex.check(value.text)
+    except (latex.Unreadable, RecursionError):
+        return False
+    return True

@@ -104,7 +104,12 @@ def render(tok: Tokenizer, problem: Problem) -> list[int]:
     else:
         try:
             ids = tok.hf.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=True, return_dict=False, **_template_args(tok.prompt)
+                messages,
+                chat_template=_without_clock(tok.hf.get_chat_template()),
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                **{"date_string": tok.prompt.date_string} | tok.prompt.template_args,
             )
         except TemplateError as error:
             where = f"{problem.source} {problem.id}"
@@ -151,9 +156,11 @@ def reencode(source: Tokenizer, learner: Tokenizer, ids: Sequence[int]) -> list[
     return translate(source, learner, ids).ids
 
 
-def _template_args(prompt: PromptConfig) -> dict[str, object]:
-    # strftime_now shadows the function that transformers offers to templates: a prompt never depends on the clock.
-    return {"date_string": prompt.date_string, "strftime_now": lambda _: prompt.date_string} | prompt.template_args
+def _without_clock(template: str) -> str:
+    """The template with strftime_now, where it calls it, shadowed by the configured date: never the clock."""
+    if "strftime_now" not in template:
+        return template
+    return "{%- macro strftime_now(format) -%}{{ date_string }}{%- endmacro -%}" + template
 
 
 def _bos(hf: PreTrainedTokenizerBase) -> int | None:

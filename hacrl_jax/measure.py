@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hacrl_jax import checkpoint, metrics
+from hacrl_jax import checkpoint, guard, metrics, resuming
 from hacrl_jax.agent import Agent, create
 from hacrl_jax.config import Config, EvalSet
 from hacrl_jax.sharding import make_mesh
@@ -21,13 +21,22 @@ Graded = tuple[dict[str, Any], list[list[dict[str, Any]]]]  # a metrics row, and
 HeldOut = Sequence[tuple[EvalSet, Sequence[Problem]]]
 
 
-def all_agents(agents: Sequence[Agent], held_out: HeldOut, grader: Grader, step: int, run: metrics.Run) -> None:
-    """Evaluate every agent on every set; one metrics row each."""
+def all_agents(agents: Sequence[Agent], held_out: HeldOut, grader: Grader, step: int, run: metrics.Run,
+               watch: guard.Watch) -> None:  # fmt: skip
+    """Evaluate every agent on every set; one metrics row each, all or none of them."""
+    rows = []
     for agent in agents:
         row: dict[str, Any] = {"step": step, "agent": agent.name}
         for settings, problems in held_out:
             run.progress(step, f"{agent.name} on {name(settings)}")
-            row |= summary(settings, list(answer(agent, problems, settings, grader, step)))
+            with watch.phase("evaluate", agent.name):
+                answers = []
+                for group in answer(agent, problems, settings, grader, step):
+                    answers.append(group)
+                    watch.beat()
+            row |= summary(settings, answers)
+        rows.append(row)
+    for row in rows:
         run.log(row)
 
 
@@ -52,14 +61,10 @@ def evaluate(config: Config, checkpoints: Path | None, say: Callable[[str], None
 
 
 def _restore(agents: Sequence[Agent], checkpoints: Path, config: Config, say: Callable[[str], None]) -> int:
-    store = checkpoint.Store(checkpoints, config.checkpoint)
-    restored = store.restore({agent.name: agent.state for agent in agents}, say)
-    store.close()
+    with checkpoint.Store(checkpoints, config.checkpoint, write=False) as store:
+        restored = resuming.load(store, agents, resuming.first_weights(agents), say)
     if restored is None:
         raise UserError(f"{checkpoints} holds no complete checkpoint")
-    for agent in agents:
-        agent.state = restored.arrays[agent.name]
-        agent.sync()
     return restored.step
 
 
@@ -98,6 +103,7 @@ def answer(agent: Agent, problems: Sequence[Problem], settings: EvalSet, grader:
                     "problem": problem.id, "prompt": problem.messages[-1][1], "gold": problem.gold, "response": text[i],
                     "reward": float(verdicts[i].correct), "verdict": verdicts[i].reason, "tokens": int(length[i]),
                     "finish": "stop" if stopped[i] else "length", "agent": agent.name, "sample": i - b * k,
+                    "set": name(settings), "step": step,
                 }
                 for i in range(b * k, (b + 1) * k)
             ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from hacrl_jax import agent as policy
-from hacrl_jax import checkpoint, exchange, groups, hacpo, journal, measure, metrics, tokenizer
+from hacrl_jax import checkpoint, exchange, groups, guard, hacpo, journal, measure, metrics, resuming, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.sharding import make_mesh
@@ -26,10 +27,6 @@ class Ability:
     """The capability window: one batch score per step and agent, oldest first. history [at most K, n] float64."""
 
     history: np.ndarray
-
-    @classmethod
-    def empty(cls, n: int) -> Ability:
-        return cls(np.zeros((0, n)))
 
     def observe(self, reward: np.ndarray, objective: ObjectiveConfig) -> Ability:
         """With the step's rewards [n, N] added; all samples count, before any filter (equation 8)."""
@@ -58,48 +55,69 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     for whatever the user can mend, before anything is written.
     """
     folder = metrics.check(config, resume=resume, fresh=fresh)
+    say = resuming.speaker(show)
+    resume or resuming.vacant(config, folder)
+    config = resuming.pin(resuming.settle(config, folder, say) if resume else config)
     mesh = make_mesh(config.mesh)
     problems, _ = data.problems(config.data)
     steps = config.steps or data.steps_of(len(problems), batch=config.rollout.prompts, epochs=config.epochs)
     with jax.set_mesh(mesh):
-        agents = [policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))]
+        with guard.memory("load"):
+            agents = [
+                policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))
+            ]
+        initial = resuming.first_weights(agents)
         held_out = [(settings, data.problems(settings.data)[0]) for settings in config.eval.sets]
         problems, long = readable(problems, agents)
         batches = data.batches(problems, batch=config.rollout.prompts, seed=config.seed)
-        start, ability = _restore(folder, config, agents, batches) if resume else (0, Ability.empty(len(agents)))
+        mark = resuming.Mark(0, np.zeros((0, len(agents))), batches.get_state(), not config.eval.before, {})
+        if resume:
+            mark = resuming.restore(checkpoints(config, folder, False), agents, initial, problems, say) or mark
+            batches.set_state(mark.data)
         run = metrics.Run.open(
-            config, folder, total=steps, resume_step=(start or -1) if resume else None, fresh=fresh, show=show
+            config, folder, total=steps, resume_step=(mark.step or -1) if resume else None, fresh=fresh, show=show
         )
-        store = checkpoint.Store(folder / "checkpoints", config.checkpoint)
-        with run, Grader(config.verifier) as grader:
-            run.say(f"{len(problems)} problems, {long} left out for too long a prompt; steps {start + 1} to {steps}")
-            if start == 0 and config.eval.before:
-                measure.all_agents(agents, held_out, grader, 0, run)
-            for step in range(start + 1, steps + 1):
-                ability = train_step(next(batches), step, agents, ability, grader, config, run)
-                run.progress(step)
-                if _due(config.eval.every, step) or (step == steps and config.eval.after):
-                    measure.all_agents(agents, held_out, grader, step, run)
-                if _due(config.checkpoint.every, step) or step == steps:
-                    run.sync()
-                    store.save(step, *_state(agents, ability, batches, config))
-            store.close()
+        store = checkpoints(config, folder)
+        watch = guard.Watch(config.guard, folder, store.check, mark.skipped)
+        keep = partial(_keep, run, store, agents, lambda mark: resuming.record(config, agents, initial, problems, mark))
+        with run, Grader(config.verifier) as grader, store, watch:
+            store.set_aside(after=mark.step)
+            run.say(f"{len(problems)} problems, {long} with too long a prompt left out; steps {mark.step + 1} to {steps}")
+            try:
+                for step in range(mark.step, steps + 1):
+                    if step > mark.step:
+                        ability = train_step(
+                            next(batches), step, agents, Ability(mark.history), grader, config, run, watch
+                        )
+                        due = _due(config.eval.every, step) or (step == steps and config.eval.after)
+                        mark = resuming.Mark(step, ability.history, batches.get_state(), not due, dict(watch.skipped))
+                        run.progress(step)
+                        watch.beat()
+                    if not mark.evaluated:
+                        measure.all_agents(agents, held_out, grader, step, run, watch)
+                        mark = replace(mark, evaluated=True)
+                    if _due(config.checkpoint.every, step) or step == steps:
+                        keep(mark)
+            except guard.Stop as stop:
+                keep(mark)
+                store.wait()
+                raise guard.Stop(f"{stop}: saved after step {mark.step}; --resume goes on from there") from None
     return Summary(folder, steps)
 
 
 def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], ability: Ability, grader: Grader,
-               config: Config, run: metrics.Run) -> Ability:  # fmt: skip
+               config: Config, run: metrics.Run, watch: guard.Watch) -> Ability:  # fmt: skip
     """One step of Algorithm 1: all agents answer, the verifier judges once, every answer trains every agent."""
-    page = journal.Page(step, agents, problems)
+    page = journal.Page(step, agents, problems, watch)
     rollouts, text, reward, verdicts = ask(problems, step, agents, grader, config.objective, page, run)
     scores = [  # before any agent's first update
         page.timed("score", agent, agent.score, problems, own) for agent, own in zip(agents, rollouts, strict=True)
     ]
-    run.rollouts(step, page.rollouts(text, reward, verdicts, rollouts))
     ability = ability.observe(reward, config.objective)
     capability = hacpo.capability(ability.history, config.objective.capability_window)  # [n]
     ratio = hacpo.capability_ratio(capability)  # [n, n]
     buffer = exchange.share(rollouts, scores, reward, text)
+    page.keep(run, buffer, reward, verdicts)  # on disk before any update
     for agent in agents:
         rows, dropped = page.timed(
             "exchange", agent, exchange.view, buffer, *agent.prompts(problems), agent.index,
@@ -110,6 +128,7 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
             for m, index in enumerate(exchange.minibatches(config, agent.index))
         ]
         agent.sync()
+        page.guard(agent, rows, outcomes)
         run.log(page.row(agent, buffer, capability, dropped, outcomes))
     return ability
 
@@ -165,21 +184,13 @@ def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _state(agents: Sequence[Agent], ability: Ability, batches: Any, config: Config) -> tuple[Any, dict[str, Any]]:
-    """All that a later step depends on: (arrays, JSON record)."""
-    record = {"seed": config.seed, "ability": ability.history.tolist(), "data": batches.get_state()}
-    return {agent.name: agent.state for agent in agents}, record
+def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.Store:
+    return checkpoint.Store(resuming.place(config, folder), config.checkpoint, write=write)
 
 
-def _restore(folder: Path, config: Config, agents: Sequence[Agent], batches: Any) -> tuple[int, Ability]:
-    """(last complete step or 0, capability window), with agents and data iterator set to that step."""
-    store = checkpoint.Store(folder / "checkpoints", config.checkpoint)
-    restored = store.restore({agent.name: agent.state for agent in agents})
-    store.close()
-    if restored is None:
-        return 0, Ability.empty(len(agents))
-    for agent in agents:
-        agent.state = restored.arrays[agent.name]
-        agent.sync()
-    batches.set_state(restored.record["data"])
-    return restored.step, Ability(np.asarray(restored.record["ability"], np.float64))
+def _keep(run: metrics.Run, store: checkpoint.Store, agents: Sequence[Agent],
+          record: Callable[[resuming.Mark], dict[str, Any]], mark: resuming.Mark) -> None:  # fmt: skip
+    """Start saving a mark, unless it is saved already."""
+    if mark.step > max(store.steps(), default=0):
+        run.sync()  # the rows up to this step first
+        store.save(mark.step, {agent.name: resuming.saved(agent) for agent in agents}, record(mark))

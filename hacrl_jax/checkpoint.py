@@ -1,103 +1,220 @@
 """Checkpoints by orbax: all agents of a run in one step, complete only when every part is durable.
 
-A step holds one flat dict of arrays (names such as ``qwen/trainable/layers/q_proj/kernel``) and one JSON record: step,
-seed, capability window, data iterator, fingerprints of the initial weights. Nothing is pickled.
+A step holds, for each agent, one flat dict of arrays (names such as ``trainable/layers/q_proj/kernel``), and one JSON
+record. The record lists every array and a fingerprint of each agent's arrays, so that a step with a part missing,
+truncated or altered is found out when it is opened. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hacrl_jax.config import CheckpointConfig
 from hacrl_jax.types import Array, UserError
+
+Say = Callable[[str], Any]
+DAMAGED = "damaged."  # what the name of a set-aside step starts with
 
 
 @dataclass(frozen=True)
 class Restored:
     step: int
-    arrays: Any  # the same tree that was asked for
+    agents: dict[str, Any]  # the trees that were asked for, by agent
     record: dict[str, Any]
 
 
 class Store:
-    """The checkpoints of one run folder. Saves are asynchronous; an error of one surfaces at the next call."""
+    """The checkpoints of one run. Saves are asynchronous: ``check`` tells of one that failed.
 
-    def __init__(self, folder: Path | str, config: CheckpointConfig):
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep_last, keep_period=config.keep_every or None, enable_async_checkpointing=True,
-            create=False, step_prefix="step", cleanup_tmp_directories=True,
-        )  # fmt: skip
-        path = str(folder)
-        if "://" not in path:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            path = str(Path(path).absolute())
-        self.folder = path
-        self._manager = ocp.CheckpointManager(path, options=options)
+    write False opens them for reading only, and leaves a save that another process is at alone.
+    """
 
-    def save(self, step: int, arrays: Any, record: Mapping[str, Any]) -> None:
-        """Start saving; arrays are copied before this returns, so the caller may donate them."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(flatten(arrays)), record=ocp.args.JsonSave({"step": step, **record})
-            ),
-        )
+    def __init__(self, folder: Path | str, config: CheckpointConfig, *, write: bool = True):
+        self.folder = str(folder) if "://" in str(folder) else str(Path(folder).absolute())
+        if not write and not epath.Path(self.folder).is_dir():
+            self._manager = None
+            return
+        with quiet():
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
+                cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True,
+                save_root_metadata=False,
+            )  # fmt: skip
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._saving: int | None = None
+        self._failed: UserError | None = None
 
-    def steps(self) -> list[int]:
-        """Complete steps, oldest first."""
-        return sorted(self._manager.all_steps())
+    def __enter__(self) -> Store:
+        return self
 
-    def restore(self, like: Any, say: Any = print) -> Restored | None:
-        """The newest step that opens whole, as a tree like `like` (shardings included); None when there is none.
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            self.close()
+        except UserError:
+            if kind is None:  # otherwise the first error is the one to tell
+                raise
 
-        A damaged step is skipped with a line. Names that are missing or that nothing asks for are an error: a fresh
-        optimizer is never made up.
+    def save(self, step: int, agents: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Start saving a step later than all before; the arrays are copied before this returns.
+
+        Waits for the save before it. Raises what ``check`` raises.
         """
-        flat = flatten(like)
-        abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in flat.items()}
-        for step in reversed(self.steps()):
-            try:
-                record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-                saved = self._manager.item_metadata(step).arrays
-                names = set(saved) if saved is not None else set()
-            except Exception as error:
-                say(f"checkpoint of step {step} is damaged and skipped: {_line(error)}")
-                continue
-            if names and names != set(abstract):
-                raise UserError(
-                    f"checkpoint of step {step} in {self.folder} does not fit this run: missing "
-                    f"{sorted(set(abstract) - names)[:3]}, unknown {sorted(names - set(abstract))[:3]}"
-                )
-            try:
-                arrays = self._manager.restore(
-                    step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
-                ).arrays
-            except Exception as error:
-                say(f"checkpoint of step {step} is damaged and skipped: {_line(error)}")
-                continue
-            return Restored(step, unflatten(like, arrays), json.loads(json.dumps(record)))
-        return None
+        self.wait()
+        flat = {name: flatten(tree) for name, tree in agents.items()}
+        arrays = {
+            name: {"fingerprint": fingerprint(part), "arrays": {key: _shape(x) for key, x in part.items()}}
+            for name, part in flat.items()
+        }
+        items = {_item(name): ocp.args.StandardSave(part) for name, part in flat.items()}
+        items["record"] = ocp.args.JsonSave({**record, "step": step, "agents": arrays})
+        with self._telling(step):
+            self._saving = step
+            assert self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def check(self) -> None:
+        """Raise UserError if a save failed in the background; costs nothing and never waits for one that goes on."""
+        if self._failed:
+            raise self._failed
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
-        """Until the last save is durable. Raises what it raised."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        """Until the last save is durable. Raises UserError if it failed."""
+        if self._failed:
+            raise self._failed
+        if self._saving is not None:
+            with self._telling(self._saving):
+                self._manager.wait_until_finished()
+            self._saving = None
 
     def close(self) -> None:
-        self._manager.close()
+        """Wait for the last save, then let go. Raises UserError if the save failed."""
+        if self._manager is None:
+            return
+        try:
+            self.wait()
+        finally:
+            manager, self._manager = self._manager, None
+            with quiet():
+                try:
+                    manager.close()
+                except Exception:
+                    if not self._failed:
+                        raise
+
+    def steps(self) -> list[int]:
+        """Steps with a folder of their own, oldest first; ``restore`` finds out whether one is whole."""
+        return [] if self._manager is None else sorted(self._manager.all_steps())
+
+    def record(self, step: int) -> dict[str, Any] | None:
+        """The JSON record of a step; None where it cannot be read."""
+        with quiet():
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+            except Exception:
+                return None
+
+    def restore(self, like: Mapping[str, Any], say: Say, *, last: int | None = None) -> Restored | None:
+        """The newest whole step (not after `last`) as trees like `like`, shardings included; None if there is no step.
+
+        like: by agent, a tree of arrays or jax.ShapeDtypeStructs with shardings; some of the saved agents will do.
+        Damaged steps are skipped, a line each. Raises UserError when there are steps and all are damaged, or when a
+        step was saved without an array that is asked for: a fresh optimizer is never made up.
+        """
+        steps = [step for step in self.steps() if last is None or step <= last]
+        for step in reversed(steps):
+            record = self.record(step)
+            try:
+                if record is None:
+                    raise _Damaged("its record does not open")
+                self._fits(step, like, record)
+                return Restored(step, self._read(step, like, record), record)
+            except _Damaged as damage:
+                say(f"warning: checkpoint of step {step} is damaged and skipped: {damage}")
+        if steps:
+            raise UserError(f"none of the checkpoints in {self.folder} opens whole (steps {_list(steps)})")
+        return None
+
+    def set_aside(self, after: int) -> None:
+        """Rename all steps after `after`, which were found damaged, so that they can be saved again."""
+        for step in self.steps():
+            if step > after:
+                source = epath.Path(self.folder) / f"step_{step}"
+                target = epath.Path(self.folder) / f"{DAMAGED}step_{step}"
+                if target.exists():
+                    target.rmtree()
+                source.rename(target)
+        self._manager.reload()
+
+    def _fits(self, step: int, like: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        for name, tree in like.items():
+            if name not in record["agents"]:
+                raise UserError(f"checkpoint of step {step} in {self.folder} was saved without agent {name}")
+            saved = record["agents"][name]["arrays"]
+            asked = {key: _shape(x) for key, x in flatten(tree).items()}
+            lacks = [key for key in asked if key not in saved]
+            other = [key for key in asked if key in saved and saved[key] != asked[key]]
+            extra = [key for key in saved if key not in asked]
+            if lacks or other or extra:
+                kinds = {"lacks": lacks, "has in another shape": other, "has besides": extra}
+                told = "; ".join(f"{kind} {_list(keys)}" for kind, keys in kinds.items() if keys)
+                raise UserError(f"checkpoint of step {step} in {self.folder} does not fit agent {name}: it {told}")
+
+    def _read(self, step: int, like: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, tree in like.items():
+            place = f"{self.folder}/step_{step}/{_item(name)}"
+            fault = None
+            try:
+                flat = {key: _load(place, key, x) for key, x in _placed(flatten(tree)).items()}
+            except (ValueError, OSError) as error:
+                fault = reason(error)
+            if any_host(fault is not None):  # all hosts take the same step
+                raise _Damaged(f"agent {name} does not open: {fault or 'another host said so'}")
+            if fingerprint(flat) != record["agents"][name]["fingerprint"]:
+                raise _Damaged(f"agent {name} has other values than were saved")
+            found[name] = unflatten(tree, flat)
+        return found
+
+    @contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """Turn whatever goes wrong with a save into one line, kept for every later call."""
+        try:
+            with quiet():
+                yield
+        except Exception as error:
+            whole = [other for other in self.steps() if other < step]
+            kept = f"the last complete checkpoint is of step {whole[-1]}" if whole else "no checkpoint was complete yet"
+            self._saving, self._failed = None, UserError(
+                f"the checkpoint of step {step} could not be saved in {self.folder}: {reason(error)}; {kept}; "
+                "mend the cause, then continue with --resume"
+            )  # fmt: skip
+            raise self._failed from error
+
+
+class _Damaged(Exception):
+    """Why a step is not whole."""
 
 
 def flatten(tree: Any) -> dict[str, Array]:
     """A tree of arrays as one flat dict with readable names; Nones have no entry."""
-    return {name: leaf for name, leaf in _named(tree)}
+    return dict(_named(tree))
 
 
 def unflatten(like: Any, flat: Mapping[str, Array]) -> Any:
@@ -105,24 +222,110 @@ def unflatten(like: Any, flat: Mapping[str, Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name, _ in _named(like)])
 
 
-def fingerprint(params: Any) -> str:
-    """A short fingerprint of a tree of arrays, computed where the arrays live: equal weights, equal fingerprint."""
-    parts = [int(x) for x in jax.device_get(_sums(jax.tree.leaves(params)))]
-    total = 0
-    for part in parts:
-        total = (total * 1_000_003 + part) % (1 << 64)
+def fingerprint(tree: Any) -> str:
+    """A short fingerprint of a tree of arrays, computed where the arrays live: equal values, equal fingerprint.
+
+    It does not depend on the number of devices or the layout.
+    """
+    total, groups = 0, {}
+    leaves = jax.tree.leaves(tree)
+    for at, leaf in enumerate(leaves):  # a jitted function takes arrays of the same devices only
+        groups.setdefault(tuple(sorted(device.id for device in leaf.devices())), []).append(at)
+    sums = dict[int, Array]()
+    for group in groups.values():
+        sums |= zip(group, _sums([leaves[at] for at in group]), strict=True)
+    for at, _ in enumerate(leaves):
+        total = (total * 1_000_003 + int(sums[at])) % (1 << 64)
     return f"{total:016x}"
 
 
 @jax.jit
-def _sums(leaves: list[Array]) -> Array:
+def _sums(leaves: list[Array]) -> list[Array]:
     def one(x: Array) -> Array:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
-        flat = bits.reshape(-1)
-        # Odd weights by position, so that two swapped values do not cancel; uint32 wraps around.
-        return jnp.sum(flat * (2 * jnp.arange(flat.shape[0], dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+        kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        x = x.astype(jnp.uint8) if x.dtype == bool else x
+        bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+        # Odd weights by position, so that two swapped values do not cancel; uint32 wraps around. No reshape: the
+        # shards stay where they are.
+        index, stride = jnp.zeros((), jnp.uint32), 1
+        for axis in reversed(range(x.ndim)):
+            index = index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+            stride *= x.shape[axis]
+        return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
-    return jnp.stack([one(x) for x in leaves])
+    return [one(x) for x in leaves]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the chatter of orbax, its event loops and absl: whatever matters is raised or said here."""
+    noisy = [logging.getLogger(name) for name in ("absl", "asyncio", "orbax")]
+    before = [logger.disabled for logger in noisy]
+    for logger in noisy:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(noisy, before, strict=True):
+            logger.disabled = disabled
+
+
+def reason(error: BaseException) -> str:
+    """The heart of a storage error in a few words."""
+    text = " ".join(str(error).split())
+    if "No space left" in text or "ENOSPC" in text:
+        return "the disk is full (no space left on device)"
+    if "File too large" in text or "EFBIG" in text:
+        return "the disk quota or file-size limit is reached (file too large)"
+    text = re.sub(r"\[[\w]+='.*", "", re.sub(r"^[A-Z_]+: ", "", text))
+    return (text[:160] + " ..." if len(text) > 160 else text.strip()) or type(error).__name__
+
+
+def any_host(mine: bool) -> bool:
+    """Whether any host says so."""
+    return bool(multihost_utils.process_allgather(np.asarray(mine)).any()) if jax.process_count() > 1 else mine
+
+
+def _placed(flat: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to read, and where it goes: on the mesh, were it a scalar that an initial state leaves on one device."""
+    named = [x.sharding for x in flat.values() if isinstance(x.sharding, NamedSharding)]
+    on_all = NamedSharding(named[0].mesh, PartitionSpec()) if named else None
+    place = lambda own: own if on_all is None or isinstance(own, NamedSharding) else on_all  # noqa: E731
+    return {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x.sharding)) for key, x in flat.items()}
+
+
+def _load(folder: str, name: str, like: jax.ShapeDtypeStruct) -> Array:
+    """One saved array, of which this host reads the shards of its own devices.
+
+    By tensorstore itself: orbax's reader leaves callbacks behind when it meets a damaged file, which print tracebacks
+    for as long as the process lives.
+    """
+    match folder.partition("://"):
+        case ("gs", _, path):
+            base = {"driver": "gcs", "bucket": path.partition("/")[0], "path": path.partition("/")[2] + "/"}
+        case (path, "", _):
+            base = {"driver": "file", "path": path + "/"}
+        case _:
+            base = folder + "/"
+    spec = {"driver": "auto", "kvstore": {"driver": "ocdbt", "base": base, "path": name + "/"}}
+    stored = tensorstore.open(spec, read=True, open=True).result()
+    if (list(stored.shape), stored.dtype.numpy_dtype) != (list(like.shape), like.dtype):
+        raise ValueError(f"{name} has shape {list(stored.shape)} and type {stored.dtype.name}")
+    indices = like.sharding.addressable_devices_indices_map(like.shape).values()
+    parts = {str(index): stored[index].read() for index in indices}  # all at once; str: slices have no hash
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: parts[str(index)].result())
+
+
+def _shape(x: Any) -> list[Any]:
+    return [*x.shape, str(x.dtype)]
+
+
+def _item(agent: str) -> str:
+    return "agent." + quote(agent, safe="")  # names come from the user: never a path
+
+
+def _list(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:4])) + (f" and {len(items) - 4} more" if len(items) > 4 else "")
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Array]]:
@@ -135,7 +338,3 @@ def _part(key: Any) -> str:
         if hasattr(key, field):
             return str(getattr(key, field))
     return str(key)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

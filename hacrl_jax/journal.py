@@ -11,27 +11,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hacrl_jax import diagnostics
+from hacrl_jax import archive, diagnostics, exchange, guard, metrics
 from hacrl_jax.agent import Agent
 from hacrl_jax.exchange import Dropped, sources
 from hacrl_jax.learner import Outcome
 from hacrl_jax.tasks.verify import Verdict
-from hacrl_jax.types import Buffer, Problem, Rollouts
+from hacrl_jax.types import Buffer, Minibatch, Problem, Rollouts
 
 
 class Page:
     """The page of one step: clocks while it runs, rows once it is done."""
 
-    def __init__(self, step: int, agents: Sequence[Agent], problems: Sequence[Problem]):
-        self.step, self.agents, self.problems = step, agents, problems
+    def __init__(self, step: int, agents: Sequence[Agent], problems: Sequence[Problem], watch: guard.Watch):
+        self.step, self.agents, self.problems, self.watch = step, agents, problems, watch
         self.seconds: dict[tuple[str, str | None], float] = defaultdict(float)  # (phase, agent's name)
 
     def timed(self, phase: str, agent: Agent | None, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), its time until the device is done booked on a phase (and an agent, or on all)."""
         start = time.perf_counter()
-        result = jax.block_until_ready(function(*arguments))
+        with self.watch.phase(phase, agent.name if agent else None):
+            result = jax.block_until_ready(function(*arguments))
         self.seconds[phase, agent.name if agent else None] += time.perf_counter() - start
         return result
+
+    def keep(self, run: metrics.Run, buffer: Buffer, reward: np.ndarray, verdicts: Sequence[Verdict]) -> None:
+        """Write the step's rollouts as the config says: text for people, tensors for `hacrl replay`."""
+        settings = self.agents[0].config.journal
+        if settings.text:
+            run.rollouts(self.step, self.rollouts(buffer.text, reward, verdicts, buffer.rollouts))
+        if settings.tensors and run.writes:
+            folder = run.folder / "rollouts"
+            archive.write(folder / archive.name(self.step), self.step, self.problems, buffer)
+            archive.prune(folder, self.step, settings.keep_tensors)
+
+    def guard(self, agent: Agent, rows: Minibatch, outcomes: Sequence[Outcome]) -> None:
+        """Stop the run where too many updates in a row were skipped."""
+        indices = exchange.minibatches(agent.config, agent.index)
+        flags = [bool(flag) for flag in jax.device_get([outcome.nonfinite for outcome in outcomes])]
+        self.watch.finite(agent.name, self.step, flags, lambda m: exchange.take(rows, indices[m]))
 
     def rollouts(self, text: Sequence[Sequence[str]], reward: np.ndarray, verdicts: Sequence[Verdict],
                  rollouts: Sequence[Rollouts]) -> Iterator[dict[str, Any]]:  # fmt: skip

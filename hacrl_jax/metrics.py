@@ -279,7 +279,7 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     if (path / "metrics.jsonl").exists():
         kept = [row for row in read(path / "metrics.jsonl") if row["step"] <= step]
     write_atomic(path / "metrics.jsonl", "".join(to_json(row) + "\n" for row in kept))
-    for file in (path / "rollouts").glob("step_*.jsonl*"):
+    for file in (path / "rollouts").glob("step_*"):
         if int(re.match(r"step_(\d+)", file.name)[1]) > step or file.suffix == ".tmp":
             file.unlink()
     shutil.rmtree(path / "tensorboard", ignore_errors=True)

@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "sharding", "tokenizer", "tasks", "models"},
-    {"sampler", "learner", "exchange", "checkpoint"},
-    {"agent", "evaluate", "journal", "measure"},
+    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard"},
+    {"agent", "evaluate", "journal", "resuming", "measure"},
     {"algorithm", "plan", "report", "serving"},
     {"cli"},
 )

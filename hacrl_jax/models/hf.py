@@ -260,7 +260,8 @@ def _tensor(params: Params, place: Place, stored: Stored, lora: LoraConfig | Non
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         value = multihost_utils.process_allgather(value, tiled=True)
     host = np.asarray(value)
-    host = (host.T if path[-1] == "kernel" else host).astype(stored.dtype)
+    with np.errstate(over="ignore"):  # looked for below
+        host = (host.T if path[-1] == "kernel" else host).astype(stored.dtype)
     if stored.code == "F16" and not np.isfinite(host).all():
         raise UserError(f"{stored.name} left the range of float16, its dtype in {stored.file}: it cannot be exported")
     return host

@@ -218,7 +218,7 @@ class CheckpointConfig(Strict):
 
 
 class JournalConfig(Strict):
-    """What a step writes into rollouts/ before its update: text for people, tensors from which `hacrl replay` learns."""
+    """What a step writes into rollouts/ before its update: text for people, tensors for `hacrl replay`."""
 
     text: bool = True
     tensors: bool = True

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from hacrl_jax import hacpo, models, packing
 from hacrl_jax.config import AgentConfig, ObjectiveConfig, OptimizerConfig
-from hacrl_jax.sharding import sharding
+from hacrl_jax.sharding import constrain, replicated, sharding
 from hacrl_jax.types import Array, Minibatch, Params
 
 
@@ -53,11 +53,13 @@ class Outcome:
 class Learner(NamedTuple):
     """The compiled programs of one policy.
 
+    abstract(params) -> init's state as ShapeDtypeStructs with shardings; params are arrays or such structs.
     score(params, minibatch) -> log-probs [M, T] of the scored tokens under params, by the update's own forward.
     update(state, minibatch, m) -> (state, Outcome); state is donated; m counts this learner's updates of the step.
     """
 
     init: Callable[[Params], LearnerState]
+    abstract: Callable[[Params], LearnerState]
     score: Callable[[Params, Minibatch], Array]
     update: Callable[[LearnerState, Minibatch, Array], tuple[LearnerState, Outcome]]
 
@@ -82,14 +84,32 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
     optimizer, rate = make_optimizer(agent.optimizer, total_updates)
     arrange = partial(_arrange, size=agent.micro_batch, packed=agent.packing, mesh=mesh)
 
-    def init(params: Params) -> LearnerState:
+    def fresh(params: Params) -> LearnerState:
         trainable, frozen = split(params)
         return LearnerState(trainable, frozen, optimizer.init(trainable), jnp.zeros((), jnp.int32))
+
+    def abstract(params: Params) -> LearnerState:
+        state = jax.eval_shape(fresh, params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, split(params)[0])
+        everywhere = lambda _: replicated(mesh)  # noqa: E731
+        moments = optax.tree.map_params(
+            optimizer, lambda _, place: place, state.moments, places, transform_non_params=everywhere
+        )
+        at = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+        moments = jax.tree.map(at, state.moments, moments)
+        return LearnerState(*split(params), moments, at(state.updates, replicated(mesh)))
+
+    def init(params: Params) -> LearnerState:
+        # Moments are made where they will lie: twice as large as the parameters, they may not fit on one device.
+        trainable, frozen = split(params)
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract(params))
+        moments = jax.jit(optimizer.init, out_shardings=places.moments)(trainable)
+        return LearnerState(trainable, frozen, moments, jax.device_put(jnp.zeros((), jnp.int32), places.updates))
 
     def score(params: Params, minibatch: Minibatch) -> Array:
         work = arrange(minibatch)
         _, logprob = _each(work, 0.0, lambda part: (0.0, token_logprobs(forward, params, part)[0]))
-        return work.tokens(logprob)
+        return jax.lax.with_sharding_constraint(work.tokens(logprob), replicated(mesh))
 
     def update(state: LearnerState, minibatch: Minibatch, m: Array):
         denominators = hacpo.denominators(minibatch, learner, objective, forward.responses)
@@ -118,9 +138,11 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
         )
         tokens = jnp.maximum(minibatch.scored.sum(), 1)
         diagnostics = jax.tree.map(work.sequences, diagnostics)
-        return state, Outcome(value, norm, lr, entropy.sum() / tokens, ~finite, diagnostics)
+        outcome = Outcome(value, norm, lr, entropy.sum() / tokens, ~finite, diagnostics)
+        # Replicated, so that every host can read it.
+        return state, jax.lax.with_sharding_constraint(outcome, replicated(mesh))
 
-    return Learner(init, jax.jit(score), jax.jit(update, donate_argnums=0))
+    return Learner(init, abstract, jax.jit(score), jax.jit(update, donate_argnums=0))
 
 
 def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tuple[Array, Array]:
@@ -135,49 +157,54 @@ def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tu
         forward.graphdef, params, minibatch.tokens, minibatch.positions, segment=minibatch.segment,
         dtype=forward.dtype, remat=forward.remat, attention=forward.attention,
     )  # fmt: skip
-    M, T, D = hidden.shape
+    M, T, _ = hidden.shape
     size = min(forward.responses, T) if minibatch.valid.shape[1] == 1 else T
     where = jnp.argsort(~minibatch.scored, axis=1, stable=True)[:, :size]  # [M, size]: scored positions first
     target = jnp.take_along_axis(minibatch.tokens, where, axis=1)
     before = jnp.maximum(where - 1, 0)  # the position that predicts the token
-    states = jnp.take_along_axis(hidden, before[..., None], axis=1).reshape(M * size, D)
+    states = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [M, size, D]
     logprob, entropy = head_logprobs(
-        models.head(params), states, target.reshape(-1), forward.vocab_size, forward.temperature, forward.chunk
+        models.head(params), states, target, forward.vocab_size, forward.temperature, forward.chunk
     )
     rows = jnp.arange(M)[:, None]
-    spread = lambda x: jnp.zeros((M, T)).at[rows, where].set(x.reshape(M, size))  # noqa: E731
+    spread = lambda x: jnp.zeros((M, T)).at[rows, where].set(x)  # noqa: E731
     scored = minibatch.scored
     return jnp.where(scored, spread(logprob), 0.0), jnp.where(scored, spread(entropy), 0.0)
 
 
 def head_logprobs(head: Array, hidden: Array, target: Array, vocab_size: int, temperature: float, chunk: int):
-    """log softmax(hidden @ head.T / temperature)[target] and the entropy, each float32 [N].
+    """log softmax(hidden @ head.T / temperature)[target] and the entropy, each float32 [M, N].
 
-    head [V, D], hidden [N, D], target [N] int32. Works through `chunk` rows at a time; the backward pass recomputes
-    the logits of a chunk from hidden.
+    head [V, D], hidden [M, N, D], target [M, N] int32. Works through `chunk` tokens at a time, as many of each row; the
+    backward pass recomputes the logits of a chunk from hidden. On a mesh rows stay where they are and the vocabulary is
+    split over tensor.
     """
-    N, D = hidden.shape
-    chunk = min(chunk, N)
-    pad = -N % chunk
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, D)
-    target = jnp.pad(target, (0, pad)).reshape(-1, chunk)
+    M, N, _ = hidden.shape
+    size = max(1, min(chunk // M, N))  # of each row
+    pad = -N % size
+    cut = lambda x: jnp.moveaxis(x.reshape(M, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731  [steps, M, size, ...]
+    hidden = constrain(cut(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))), None, "batch", None, None)
+    target = cut(jnp.pad(target, ((0, 0), (0, pad))))
     absent = jnp.arange(head.shape[0]) >= vocab_size
-    head = head.astype(hidden.dtype)
+    ids = jnp.arange(head.shape[0], dtype=target.dtype)
+    head = constrain(head, "vocab", None)  # gathered over fsdp once, not in every chunk
 
     @jax.checkpoint
     def one(_, part):
-        states, ids = part
-        logits = jnp.einsum("nd,vd->nv", states, head, preferred_element_type=jnp.float32) / temperature
-        logits = jnp.where(absent, -jnp.inf, logits)
+        states, wanted = part
+        # Cast here, so that the gradients of the chunks add up in float32.
+        logits = jnp.einsum("mnd,vd->mnv", states, head.astype(states.dtype), preferred_element_type=jnp.float32)
+        logits = constrain(jnp.where(absent, -jnp.inf, logits / temperature), "batch", None, "vocab")
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        logprob = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0] - normalizer
+        # A masked sum: a gather would fetch the whole vocabulary from the devices that share it.
+        logprob = jnp.sum(jnp.where(ids == wanted[..., None], logits, 0.0), axis=-1) - normalizer
         frozen = jax.lax.stop_gradient(logits)
-        probability = jnp.exp(frozen - jax.lax.stop_gradient(normalizer)[:, None])
+        probability = jnp.exp(frozen - jax.lax.stop_gradient(normalizer)[..., None])
         entropy = jax.lax.stop_gradient(normalizer) - jnp.sum(probability * jnp.where(absent, 0.0, frozen), axis=-1)
         return None, (logprob, entropy)
 
-    _, (logprob, entropy) = jax.lax.scan(one, None, (hidden, target))
-    return logprob.reshape(-1)[:N], entropy.reshape(-1)[:N]
+    _, results = jax.lax.scan(one, None, (hidden, target))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(M, -1)[:, :N] for x in results)
 
 
 def make_optimizer(config: OptimizerConfig, total_updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:

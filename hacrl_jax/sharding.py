@@ -73,5 +73,14 @@ def shardings(axes: Any, mesh: Mesh, shapes: Any = None) -> Any:
     return jax.tree.map(lambda leaf, array: sharding(mesh, *leaf, shape=array.shape), axes, shapes, is_leaf=is_axes)
 
 
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """x laid out by its logical axes where a mesh is set (jax.set_mesh), else x as it is.
+
+    An axis that the mesh does not divide is replicated.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, sharding(mesh, *axes, shape=x.shape))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())

@@ -98,7 +98,7 @@ def test_logprob_gradient_equals_the_plain_softmax():
         return jnp.sum(weight * jnp.take_along_axis(logprob, target[:, None], 1)[:, 0])
 
     def chunked(head, hidden):
-        return jnp.sum(weight * learner.head_logprobs(head, hidden, target, IDS, 0.7, 4)[0])
+        return jnp.sum(weight * learner.head_logprobs(head, hidden[None], target[None], IDS, 0.7, 4)[0])
 
     expected = jax.grad(plain, (0, 1))(head, hidden)
     chex.assert_trees_all_close(jax.grad(chunked, (0, 1))(head, hidden), expected, atol=1e-5)

@@ -242,6 +242,20 @@ class MeshConfig(Strict):
     tensor: int = 1
 
 
+class HostsConfig(Strict):
+    """Processes of one run on several hosts (docs/pods.md). TPU pods, SLURM and Open MPI are found by themselves.
+
+    start, wait, heartbeat are seconds: until all have joined, for a host's part of a step, until a dead host is noticed.
+    """
+
+    coordinator: str = ""  # address:port of the first process; the other two are needed with it
+    count: NonNegative = 0
+    index: NonNegative = 0
+    start: Positive = 300
+    wait: Annotated[float, Field(gt=0)] = 600.0
+    heartbeat: Positive = 30
+
+
 class Config(Strict):
     name: str
     runs: str = "runs"  # the folder that holds runs/NAME
@@ -261,12 +275,15 @@ class Config(Strict):
     journal: JournalConfig = JournalConfig()
     guard: GuardConfig = GuardConfig()
     mesh: MeshConfig = MeshConfig()
+    hosts: HostsConfig = HostsConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         names = [agent.name for agent in self.agents]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"agents needs at least one agent, with distinct names; got {names}")
+        if self.hosts.coordinator and not self.hosts.index < self.hosts.count:
+            raise ValueError(f"hosts.index {self.hosts.index} is not below hosts.count {self.hosts.count}")
         if self.rollout.prompts % self.minibatch:
             raise ValueError(f"minibatch {self.minibatch} does not divide rollout.prompts {self.rollout.prompts}")
         for agent in self.agents:

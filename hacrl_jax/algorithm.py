@@ -82,7 +82,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
         keep = partial(_keep, run, store, agents, lambda mark: resuming.record(config, agents, initial, problems, mark))
         with run, Grader(config.verifier) as grader, store, watch:
             store.set_aside(after=mark.step)
-            run.say(f"{len(problems)} problems, {long} with too long a prompt left out; steps {mark.step + 1} to {steps}")
+            run.say(f"{len(problems)} problems, {long} with a long prompt left out; steps {mark.step + 1} to {steps}")
             try:
                 for step in range(mark.step, steps + 1):
                     if step > mark.step:

@@ -25,9 +25,9 @@ from hacrl_jax.types import Buffer, Problem, Rollouts, UserError
 FORMAT = "1"
 
 
-def write(path: Path, step: int, problems: Sequence[Problem], buffer: Buffer) -> None:
-    """Replace the file of a step as a whole or not at all, durably."""
-    arrays = {"reward": np.asarray(buffer.reward)}  # [n, N]
+def write(path: Path, step: int, problems: Sequence[Problem], buffer: Buffer, reward: np.ndarray) -> None:
+    """Replace the file of a step as a whole or not at all, durably. reward [n, N] float64, as it was judged."""
+    arrays = {"reward": np.asarray(reward, np.float64)}
     for k, (own, score) in enumerate(zip(buffer.rollouts, buffer.score, strict=True)):
         own, score = jax.device_get((own, score))
         inside = np.arange(own.response.shape[1]) < own.length[:, None]
@@ -43,7 +43,7 @@ def write(path: Path, step: int, problems: Sequence[Problem], buffer: Buffer) ->
     write_arrays(path, arrays, facts)
 
 
-def read(path: Path) -> tuple[list[Problem], Buffer]:
+def read(path: Path) -> tuple[list[Problem], Buffer, np.ndarray]:
     """The inverse of ``write``; texts are empty. Raises UserError for a file that is missing or broken."""
     arrays, facts = read_arrays(path)
     rollouts, scores = [], []
@@ -62,8 +62,8 @@ def read(path: Path) -> tuple[list[Problem], Buffer]:
         Problem(item["id"], tuple((role, text) for role, text in item["messages"]), item["gold"], item["source"])
         for item in facts["problems"]
     ]
-    reward = jnp.asarray(arrays["reward"])
-    return problems, Buffer(tuple(rollouts), tuple(scores), reward, tuple(() for _ in rollouts))
+    reward = jnp.asarray(arrays["reward"], jnp.float32)
+    return problems, Buffer(tuple(rollouts), tuple(scores), reward, tuple(() for _ in rollouts)), arrays["reward"]
 
 
 def name(step: int) -> str:

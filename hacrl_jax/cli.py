@@ -86,10 +86,11 @@ def eval_command(
 
     run = target if target.is_dir() else None
     config = load(target / "config.yaml" if run else target, overrides or [])
-    from hacrl_jax import measure
+    from hacrl_jax import measure, resuming
 
     found, answers = [], []
-    for row, graded in measure.evaluate(config, run and run / "checkpoints", lambda line: typer.echo(line, err=True)):
+    place = resuming.place(config, run) if run else None
+    for row, graded in measure.evaluate(config, place, lambda line: typer.echo(line, err=True)):
         found.append(row)
         answers += [item for group in graded for item in group]
     if to:
@@ -103,6 +104,34 @@ def eval_command(
                 f"{key.removeprefix('eval/')} {row[key]:.3f} ± {row[key + '/stderr']:.3f}" for key in measures
             )
             typer.echo(f"{row['agent']}  step {row['step']}  {shown}")
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(min=1, help="The step whose updates are rebuilt.")] = 1,
+    agent: Annotated[list[str] | None, typer.Option(help="Only this agent; repeatable.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a step's updates from a run's files, without sampling, and compare them with what the run logged.
+
+    Needs rollouts/*.safetensors from the step after a checkpoint (or from the first) up to this one. Overrides of the
+    config show what other settings would have made of the same answers. Ends with status 1 where numbers differ.
+    """
+    from hacrl_jax.metrics import to_json
+    from hacrl_jax.replay import replay as run_replay
+
+    found = run_replay(run, step, agent or [], overrides or [], lambda line: typer.echo(line, err=True))
+    for one in found:
+        if as_json:
+            typer.echo(to_json({"agent": one.agent, "step": step, "exact": one.exact, **vars(one)}))
+            continue
+        for row in one.updates:
+            typer.echo(f"{one.agent}  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+        said = "as recorded, to the last bit" if one.exact else f"recorded: {one.recorded}"
+        typer.echo(f"{one.agent}  mean loss {one.means['loss']}  grad_norm {one.means['grad_norm']}  {said}")
+    raise typer.Exit(0 if overrides or all(one.exact for one in found) else 1)
 
 
 @app.command(name="report")
@@ -222,7 +251,7 @@ def _run(arguments: list[str] | None) -> int:
             return 2
         if (line := _mistake(error)) is None:
             raise
-        return _say(line, 2)
+        return _say(line, getattr(error, "status", 2), getattr(error, "word", "error"))
     if status == INTERRUPTED:
         return _say("interrupted", status)
     return status if isinstance(status, int) else 0
@@ -239,14 +268,15 @@ def _mistake(error: Exception) -> str | None:
         hint = f"; see {context.command_path} --help" if context else ""
         return f"{error.format_message().rstrip('.')}{hint}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"the disk is full ({error.strerror}: {error.filename}); free some space, then continue with --resume"
+        where = error.filename or "while writing the run's files"
+        return f"the disk is full ({error.strerror}: {where}); free some space, then continue with --resume"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.strerror}: {error.filename}"
     return None
 
 
-def _say(line: str, status: int) -> int:
-    print(f"error: {line}", file=sys.stderr)
+def _say(line: str, status: int, word: str = "error") -> int:
+    print(f"{word}: {line}", file=sys.stderr)
     return status
 
 

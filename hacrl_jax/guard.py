@@ -40,7 +40,7 @@ ADVICE = {
 class Stop(UserError):
     """A signal asked the run to end; its checkpoint is saved and `--resume` goes on."""
 
-    status = STOPPED
+    status, word = STOPPED, "stopped"
 
 
 class NotFinite(UserError):

@@ -41,7 +41,7 @@ class Page:
             run.rollouts(self.step, self.rollouts(buffer.text, reward, verdicts, buffer.rollouts))
         if settings.tensors and run.writes:
             folder = run.folder / "rollouts"
-            archive.write(folder / archive.name(self.step), self.step, self.problems, buffer)
+            archive.write(folder / archive.name(self.step), self.step, self.problems, buffer, reward)
             archive.prune(folder, self.step, settings.keep_tensors)
 
     def guard(self, agent: Agent, rows: Minibatch, outcomes: Sequence[Outcome]) -> None:

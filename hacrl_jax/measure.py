@@ -40,7 +40,7 @@ def all_agents(agents: Sequence[Agent], held_out: HeldOut, grader: Grader, step:
         run.log(row)
 
 
-def evaluate(config: Config, checkpoints: Path | None, say: Callable[[str], None]) -> Iterator[Graded]:
+def evaluate(config: Config, checkpoints: str | None, say: Callable[[str], None]) -> Iterator[Graded]:
     """Evaluate a config's agents as they were downloaded, or as a run's newest checkpoint has them.
 
     Yields (metrics row, graded answers, k for each problem) for every agent and set. Raises UserError where the config
@@ -60,7 +60,7 @@ def evaluate(config: Config, checkpoints: Path | None, say: Callable[[str], None
                 yield {"step": step, "agent": agent.name, **summary(settings, answers)}, answers
 
 
-def _restore(agents: Sequence[Agent], checkpoints: Path, config: Config, say: Callable[[str], None]) -> int:
+def _restore(agents: Sequence[Agent], checkpoints: str, config: Config, say: Callable[[str], None]) -> int:
     with checkpoint.Store(checkpoints, config.checkpoint, write=False) as store:
         restored = resuming.load(store, agents, resuming.first_weights(agents), say)
     if restored is None:

@@ -23,8 +23,8 @@ from hacrl_jax.types import Problem, UserError
 
 # Keys whose change cannot change what the agents learn. Model and data are told by their fingerprints instead.
 FREE = (
-    "name", "runs", "preset", "eval", "checkpoint", "journal", "guard", "verifier.workers", "verifier.deadline",
-    "verifier.memory_mb", "verifier.max_error_share", "agents.*.model", "agents.*.revision", "data",
+    "name", "runs", "preset", "eval", "checkpoint", "journal", "guard", "hosts", "verifier.workers",
+    "verifier.deadline", "verifier.memory_mb", "verifier.max_error_share", "agents.*.model", "agents.*.revision", "data",
 )  # fmt: skip
 # Keys that change the order of additions: the same run up to the last bits.
 ROUNDING = (
@@ -132,7 +132,9 @@ def restore(store: checkpoint.Store, agents: Sequence[Agent], initial: Mapping[s
     """
     restored = load(store, agents, initial, say)
     if restored is None:
+        say(f"no checkpoint in {store.folder} yet: starting at step 1")
         return None
+    say(f"resuming after step {restored.step}, the last complete checkpoint in {store.folder}")
     found = restored.record
     if found["problems"] != data.fingerprint(problems):
         raise UserError("--resume: the training data differ from the run's: other problems, or in another order")

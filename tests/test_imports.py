@@ -16,7 +16,7 @@ LEVELS = (
     {"hacpo", "diagnostics", "groups", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "checkpoint", "archive", "guard"},
     {"agent", "evaluate", "journal", "resuming", "measure"},
-    {"algorithm", "plan", "report", "serving"},
+    {"algorithm", "plan", "replay", "report", "serving"},
     {"cli"},
 )
 ONLY = {  # rooms that know less than their level allows

@@ -75,33 +75,33 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
             mark = resuming.restore(checkpoints(config, folder, False), agents, initial, problems, say) or mark
             batches.set_state(mark.data)
         run = metrics.Run.open(
-            config, folder, total=steps, resume_step=(mark.step or -1) if resume else None, fresh=fresh, show=show
-        )
+            config, folder, total=steps, resume_step=(mark.step or -1) if resume else None, evaluated=mark.evaluated,
+            fresh=fresh, show=show,
+        )  # fmt: skip
         store = checkpoints(config, folder)
         watch = guard.Watch(config.guard, folder, store.check, mark.skipped)
         keep = partial(_keep, run, store, agents, lambda mark: resuming.record(config, agents, initial, problems, mark))
-        with run, Grader(config.verifier) as grader, store, watch:
+        with run, Grader(config.verifier) as grader, watch, store:
             store.set_aside(after=mark.step)
             run.say(f"{len(problems)} problems, {long} with a long prompt left out; steps {mark.step + 1} to {steps}")
+            evaluated = partial(_evaluated, agents, held_out, grader, run, watch)
+            ability = Ability(mark.history)
             try:
-                for step in range(mark.step, steps + 1):
-                    if step > mark.step:
-                        ability = train_step(
-                            next(batches), step, agents, Ability(mark.history), grader, config, run, watch
-                        )
-                        due = _due(config.eval.every, step) or (step == steps and config.eval.after)
-                        mark = resuming.Mark(step, ability.history, batches.get_state(), not due, dict(watch.skipped))
-                        run.progress(step)
-                        watch.beat()
-                    if not mark.evaluated:
-                        measure.all_agents(agents, held_out, grader, step, run, watch)
-                        mark = replace(mark, evaluated=True)
+                mark = evaluated(mark)
+                for step in range(mark.step + 1, steps + 1):
+                    ability = train_step(next(batches), step, agents, ability, grader, config, run, watch)
+                    due = _due(config.eval.every, step) or (step == steps and config.eval.after)
+                    mark = resuming.Mark(step, ability.history, batches.get_state(), not due, dict(watch.skipped))
+                    run.progress(step)
+                    watch.turn()
+                    mark = evaluated(mark)
                     if _due(config.checkpoint.every, step) or step == steps:
                         keep(mark)
             except guard.Stop as stop:
                 keep(mark)
                 store.wait()
-                raise guard.Stop(f"{stop}: saved after step {mark.step}; --resume goes on from there") from None
+                saved = f"saved after step {mark.step}" if mark.step else "no step was complete"
+                raise guard.Stop(f"{stop}: {saved}; --resume goes on from there") from None
     return Summary(folder, steps)
 
 
@@ -186,6 +186,14 @@ def _due(every: int, step: int) -> bool:
 
 def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.Store:
     return checkpoint.Store(resuming.place(config, folder), config.checkpoint, write=write)
+
+
+def _evaluated(agents: Sequence[Agent], held_out: measure.HeldOut, grader: Grader, run: metrics.Run, watch: guard.Watch,
+               mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
+    """Do the evaluation that is due at a mark."""
+    if not mark.evaluated:
+        measure.all_agents(agents, held_out, grader, mark.step, run, watch)
+    return replace(mark, evaluated=True)
 
 
 def _keep(run: metrics.Run, store: checkpoint.Store, agents: Sequence[Agent],

@@ -50,13 +50,13 @@ class Store:
         if not write and not epath.Path(self.folder).is_dir():
             self._manager = None
             return
-        with quiet():
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
-                cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True,
-                save_root_metadata=False,
-            )  # fmt: skip
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_without_chatter)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
+            cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True, save_root_metadata=False,
+        )  # fmt: skip
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._saving: int | None = None
         self._failed: UserError | None = None
 
@@ -111,12 +111,11 @@ class Store:
             self.wait()
         finally:
             manager, self._manager = self._manager, None
-            with quiet():
-                try:
-                    manager.close()
-                except Exception:
-                    if not self._failed:
-                        raise
+            try:
+                manager.close()
+            except Exception:
+                if not self._failed:
+                    raise
 
     def steps(self) -> list[int]:
         """Steps with a folder of their own, oldest first; ``restore`` finds out whether one is whole."""
@@ -124,11 +123,10 @@ class Store:
 
     def record(self, step: int) -> dict[str, Any] | None:
         """The JSON record of a step; None where it cannot be read."""
-        with quiet():
-            try:
-                return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-            except Exception:
-                return None
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        except Exception:
+            return None
 
     def restore(self, like: Mapping[str, Any], say: Say, *, last: int | None = None) -> Restored | None:
         """The newest whole step (not after `last`) as trees like `like`, shardings included; None if there is no step.
@@ -153,14 +151,18 @@ class Store:
 
     def set_aside(self, after: int) -> None:
         """Rename all steps after `after`, which were found damaged, so that they can be saved again."""
-        for step in self.steps():
-            if step > after:
+        later = [step for step in self.steps() if step > after]
+        if jax.process_index() == 0:
+            for step in later:
                 source = epath.Path(self.folder) / f"step_{step}"
                 target = epath.Path(self.folder) / f"{DAMAGED}step_{step}"
                 if target.exists():
                     target.rmtree()
                 source.rename(target)
-        self._manager.reload()
+        if later:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("damaged steps are out of the way")
+            self._manager.reload()
 
     def _fits(self, step: int, like: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         for name, tree in like.items():
@@ -196,11 +198,10 @@ class Store:
     def _telling(self, step: int) -> Iterator[None]:
         """Turn whatever goes wrong with a save into one line, kept for every later call."""
         try:
-            with quiet():
-                yield
+            yield
         except Exception as error:
-            whole = [other for other in self.steps() if other < step]
-            kept = f"the last complete checkpoint is of step {whole[-1]}" if whole else "no checkpoint was complete yet"
+            whole = [other for other in self._manager.all_steps(read=True) if other < step]
+            kept = f"the last complete checkpoint is of step {max(whole)}" if whole else "no earlier one is complete"
             self._saving, self._failed = None, UserError(
                 f"the checkpoint of step {step} could not be saved in {self.folder}: {reason(error)}; {kept}; "
                 "mend the cause, then continue with --resume"
@@ -256,18 +257,9 @@ def _sums(leaves: list[Array]) -> list[Array]:
     return [one(x) for x in leaves]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the chatter of orbax, its event loops and absl: whatever matters is raised or said here."""
-    noisy = [logging.getLogger(name) for name in ("absl", "asyncio", "orbax")]
-    before = [logger.disabled for logger in noisy]
-    for logger in noisy:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(noisy, before, strict=True):
-            logger.disabled = disabled
+def _without_chatter(record: logging.LogRecord) -> bool:
+    """A log filter: what matters of orbax, its background threads included, is raised or said here, in one line."""
+    return "orbax" not in record.pathname and "orbax" not in record.getMessage()
 
 
 def reason(error: BaseException) -> str:

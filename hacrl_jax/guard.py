@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import jax
 
-from hacrl_jax import archive
+from hacrl_jax import archive, hosts
 from hacrl_jax.config import GuardConfig
 from hacrl_jax.types import UserError
 
@@ -86,11 +86,18 @@ class Watch:
             signal.signal(each, handler)
         self._handlers = {}
 
-    def beat(self, what: str | None = None) -> None:
-        """A sign of life, where the run may end: raises Stop after a signal, and whatever ``check`` raises."""
-        self._alive(what)
-        if self._signal:
+    def beat(self) -> None:
+        """A sign of life in a SAFE phase: raises Stop after a signal, and whatever ``check`` raises."""
+        self._alive(None)
+        if self._signal and jax.process_count() == 1:
             raise Stop(self._signal.name)
+
+    def turn(self) -> None:
+        """The end of a step: raises Stop after a signal to any host, on all hosts alike."""
+        self._alive("the end of a step")
+        names = hosts.gather("signals", self._signal.name if self._signal else None)
+        if name := next(filter(None, names), None):
+            raise Stop(name)
 
     @contextmanager
     def phase(self, name: str, agent: str | None = None) -> Iterator[None]:
@@ -99,7 +106,8 @@ class Watch:
         safe = self._safe
         with memory(name, agent):
             try:
-                self._safe = name in SAFE
+                # Hosts leave a step together or not at all: with several, it is finished (``turn``).
+                self._safe = name in SAFE and jax.process_count() == 1
                 if self._safe and self._signal:
                     raise Stop(self._signal.name)
                 yield

@@ -17,6 +17,7 @@ all keys under `time/` and `tokens_per_second` may differ between two equal runs
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -113,6 +114,7 @@ class Run:
         self.folder = path
         self.writes = writes
         self._file: TextIO | None = None
+        self._lock: TextIO | None = None
         self._boards: dict[str, Any] = {}
         self._bar = _Bar(path.name, total, done) if writes and show else None
 
@@ -124,6 +126,7 @@ class Run:
         *,
         total: int = 0,
         resume_step: int | None = None,
+        evaluated: bool = True,
         fresh: bool = False,
         show: bool = True,
         writes: bool | None = None,
@@ -131,8 +134,9 @@ class Run:
         """Make or continue the run folder.
 
         total: steps of the whole run, for the bar. resume_step: rows after this step are cut from metrics, rollouts
-        and TensorBoard (0 keeps the evaluation before training, -1 keeps nothing); None is a new run, whose folder
-        must not exist unless `fresh` moves it aside. Call it when everything else has been checked: until here
+        and TensorBoard (0 keeps the evaluation before training, -1 keeps nothing), and without `evaluated` the
+        evaluation of this step too; None is a new run, whose folder must not exist unless `fresh` moves it aside.
+        Call it when everything else has been checked: until here
         nothing is written. writes: None is "on the first host only".
         """
         path = path or folder(config)
@@ -145,11 +149,14 @@ class Run:
             return run
         if resume_step is None:
             check(config, fresh=fresh)
+            if path.is_dir():
+                _claim(path).close()
             if moved := move_aside(path):
                 run.say(f"the former run is now in {moved}")
         (path / "rollouts").mkdir(parents=True, exist_ok=True)
+        run._lock = _claim(path)
         write_atomic(path / "config.yaml", dump(config))
-        kept = [] if resume_step is None else _cut(path, resume_step)
+        kept = [] if resume_step is None else _cut(path, resume_step, evaluated)
         run._file = (path / "metrics.jsonl").open("a", encoding="utf-8", newline="\n")
         for row in kept:  # TensorBoard's files cannot be cut in place: they are written again from the kept rows
             run._board(row)
@@ -197,9 +204,10 @@ class Run:
             self._bar.stop()
         for board in self._boards.values():
             board.close()
-        if self._file:
-            self._file.close()
-        self._boards, self._file, self._bar = {}, None, None
+        for file in (self._file, self._lock):
+            if file:
+                file.close()
+        self._boards, self._file, self._lock, self._bar = {}, None, None, None
 
     def __enter__(self) -> Run:
         return self
@@ -273,11 +281,25 @@ def _short(reward: float | None) -> str:
     return "-" if reward is None else f"{reward:.3f}"
 
 
-def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop whatever a run wrote after a step; the rows that stay."""
+def _claim(path: Path) -> TextIO:
+    """Hold a run folder for this process until the file is closed. UserError where another process holds it."""
+    file = (path / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"run folder {path} is in use by another process; end it first, or choose name=OTHER") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _cut(path: Path, step: int, evaluated: bool) -> list[dict[str, Any]]:
+    """Drop whatever a run wrote after a step (without `evaluated`, that step's evaluation too); the rows that stay."""
     kept = []
     if (path / "metrics.jsonl").exists():
-        kept = [row for row in read(path / "metrics.jsonl") if row["step"] <= step]
+        rows = [row for row in read(path / "metrics.jsonl") if row["step"] <= step]
+        kept = [row for row in rows if evaluated or row["step"] < step or "reward" in row]
     write_atomic(path / "metrics.jsonl", "".join(to_json(row) + "\n" for row in kept))
     for file in (path / "rollouts").glob("step_*"):
         if int(re.match(r"step_(\d+)", file.name)[1]) > step or file.suffix == ".tmp":

@@ -12,16 +12,16 @@ import hacrl_jax
 PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
-    {"types", "config", "metrics"},
-    {"hacpo", "diagnostics", "groups", "sharding", "tokenizer", "tasks", "models"},
-    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard"},
+    {"types", "presets", "config", "metrics"},
+    {"hacpo", "diagnostics", "groups", "hosts", "sharding", "tokenizer", "tasks", "models"},
+    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard", "packing"},
     {"agent", "evaluate", "journal", "resuming", "measure"},
     {"algorithm", "plan", "replay", "report", "serving"},
     {"cli"},
 )
 ONLY = {  # rooms that know less than their level allows
     "types": set(),
-    "config": {"types"},
+    "config": {"types", "presets"},
     "metrics": {"types", "config"},
     "hacpo": {"types", "config"},
     "groups": {"types", "config", "hacpo"},

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from hacrl_jax import agent as policy
-from hacrl_jax import checkpoint, exchange, groups, guard, hacpo, journal, measure, metrics, resuming, tokenizer
+from hacrl_jax import checkpoint, exchange, groups, guard, hacpo, hosts, journal, measure, metrics, resuming, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.sharding import make_mesh
@@ -48,6 +48,7 @@ class Summary:
     steps: int
 
 
+@hosts.together
 def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bool = True) -> Summary:
     """Train every agent of the config on all agents' verified rollouts.
 
@@ -55,6 +56,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     for whatever the user can mend, before anything is written.
     """
     folder = metrics.check(config, resume=resume, fresh=fresh)
+    hosts.agree("the config", config.model_dump(mode="json", exclude={"hosts": {"index"}}))
     say = resuming.speaker(show)
     resume or resuming.vacant(config, folder)
     config = resuming.pin(resuming.settle(config, folder, say) if resume else config)
@@ -164,7 +166,7 @@ def judge(
     """Rewards [n, N] float64, and the verdicts agent by agent: all answers of the step in one go."""
     samples = len(text[0]) // len(problems)
     golds = [problem.gold for problem in problems for _ in range(samples)] * len(text)
-    verdicts = grader.grade(golds, [answer for answers in text for answer in answers])
+    verdicts = hosts.spread(Verdict, grader.grade, golds, [answer for answers in text for answer in answers])
     return np.asarray([float(verdict.correct) for verdict in verdicts]).reshape(len(text), -1), verdicts
 
 

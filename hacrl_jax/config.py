@@ -245,7 +245,7 @@ class MeshConfig(Strict):
 class HostsConfig(Strict):
     """Processes of one run on several hosts (docs/pods.md). TPU pods, SLURM and Open MPI are found by themselves.
 
-    start, wait, heartbeat are seconds: until all have joined, for a host's part of a step, until a dead host is noticed.
+    start, wait, heartbeat are seconds: until all have joined, for a host's part of a step, until a host counts as dead.
     """
 
     coordinator: str = ""  # address:port of the first process; the other two are needed with it

@@ -13,12 +13,14 @@ import glob
 import importlib.util
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -59,9 +61,9 @@ def together(function: Callable[..., Any]) -> Callable[..., Any]:
 def joined(config: HostsConfig) -> Iterator[None]:
     """Membership in the run of several hosts, where the config or the environment names them; else nothing.
 
-    Must be entered before JAX touches a device. An exception inside ends every other process within about a second,
-    with the host and the cause in its last line; a process that dies without a word ends them after config.heartbeat
-    seconds. Raises UserError where the hosts do not find each other.
+    Must be entered before JAX touches a device. An exception inside ends all processes within seconds, this one
+    included (it cannot take part again), with the host and the cause in the last line; a process that dies without a
+    word ends the others after config.heartbeat seconds. Raises UserError where the hosts do not find each other.
     """
     global _group
     if _group is not None or not _connect(config):
@@ -75,8 +77,7 @@ def joined(config: HostsConfig) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell_the_others(group, error)
-        raise
+        _stop_all(group, error)
     finally:
         group.done.set()
         watcher.join()
@@ -182,8 +183,7 @@ def _watch(group: _Group) -> None:
     while not group.done.wait(LOOK_SECONDS):
         failed = _failure(group.client)
         if failed and failed["host"] != jax.process_index():
-            os.write(2, f"error: {_said(failed)}; this host ends with it\n".encode())
-            os._exit(failed["status"])
+            _end(failed["status"], f"{failed['word']}: {_said(failed)}")
 
 
 def _failure(client: Any) -> dict[str, Any] | None:
@@ -193,21 +193,32 @@ def _failure(client: Any) -> dict[str, Any] | None:
         return None
 
 
-def _tell_the_others(group: _Group, error: BaseException) -> None:
-    """Post why this host stops. Raises UserError instead where another host failed first: then this is its echo."""
+def _stop_all(group: _Group, error: BaseException) -> NoReturn:
+    """Post why this host stops, and end it."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        time.sleep(2 * LOOK_SECONDS)  # a broken connection is noticed before the reason is posted
+        time.sleep(2 * LOOK_SECONDS)  # a broken connection is noticed before its reason is posted
     first = _failure(group.client)
-    if first and first["host"] != jax.process_index():
-        raise UserError(_said(first)) from error
-    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    status = getattr(error, "status", 2) if isinstance(error, UserError) else BUG
-    message = json.dumps({"host": jax.process_index(), "cause": cause, "status": status})
-    try:
-        group.client.key_value_set(FAILED, message)
-    except jax.errors.JaxRuntimeError:
-        return  # another host was quicker, or nobody is left to be told
-    time.sleep(3 * LOOK_SECONDS)  # the first host keeps the store: it must outlive the others' next look
+    if first and first["host"] != jax.process_index():  # then this is its echo
+        _end(first["status"], f"{first['word']}: {_said(first)}")
+    expected = isinstance(error, UserError)
+    line = " ".join(str(error).split())[:500]
+    failed = {
+        "host": jax.process_index(), "cause": line if expected else f"{type(error).__name__}: {line}",
+        "status": getattr(error, "status", 2) if expected else BUG, "word": getattr(error, "word", "error"),
+    }  # fmt: skip
+    with suppress(jax.errors.JaxRuntimeError):  # another host was quicker, or nobody is left to be told
+        group.client.key_value_set(FAILED, json.dumps(failed))
+    _end(failed["status"], f"{failed['word']}: {line}" if expected else "".join(traceback.format_exception(error)))
+
+
+def _end(status: int, text: str) -> NoReturn:
+    """The end of this process, without the farewell of jax.distributed, which waits for all hosts."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.write(2, f"{text.rstrip()}\n".encode())
+    # The first host keeps the store: it must outlive the others' next look.
+    time.sleep(6 * LOOK_SECONDS if jax.process_index() == 0 else 0)
+    os._exit(status)
 
 
 def _said(failed: dict[str, Any]) -> str:

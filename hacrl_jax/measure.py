@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from hacrl_jax import checkpoint, guard, metrics, resuming
+from hacrl_jax import checkpoint, guard, hosts, metrics, resuming
 from hacrl_jax.agent import Agent, create
 from hacrl_jax.config import Config, EvalSet
 from hacrl_jax.sharding import make_mesh
 from hacrl_jax.tasks import data
 from hacrl_jax.tasks.grader import Grader
+from hacrl_jax.tasks.verify import Verdict
 from hacrl_jax.types import Problem, UserError
 
 Graded = tuple[dict[str, Any], list[list[dict[str, Any]]]]  # a metrics row, and the answers behind it
@@ -95,7 +96,8 @@ def answer(agent: Agent, problems: Sequence[Problem], settings: EvalSet, grader:
         full = chunk + [chunk[-1]] * (size - len(chunk))  # one shape for the sampler, the last chunk included
         rollouts = agent.answer(full, settings, step, k)
         text = agent.text(rollouts)[: len(chunk) * k]
-        verdicts = grader.grade([problem.gold for problem in chunk for _ in range(k)], list(text))
+        golds = [problem.gold for problem in chunk for _ in range(k)]
+        verdicts = hosts.spread(Verdict, grader.grade, golds, list(text))
         length, stopped = np.asarray(rollouts.length), np.asarray(rollouts.stopped)
         for b, problem in enumerate(chunk):
             yield [

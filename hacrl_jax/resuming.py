@@ -24,7 +24,8 @@ from hacrl_jax.types import Problem, UserError
 # Keys whose change cannot change what the agents learn. Model and data are told by their fingerprints instead.
 FREE = (
     "name", "runs", "preset", "eval", "checkpoint", "journal", "guard", "hosts", "verifier.workers",
-    "verifier.deadline", "verifier.memory_mb", "verifier.max_error_share", "agents.*.model", "agents.*.revision", "data",
+    "verifier.deadline", "verifier.memory_mb", "verifier.max_error_share", "agents.*.model", "agents.*.revision",
+    "data",
 )  # fmt: skip
 # Keys that change the order of additions: the same run up to the last bits.
 ROUNDING = (

@@ -213,7 +213,7 @@ def _stream(layers: list[Stored], path: tuple[str, ...], shape: tuple[int, ...],
     shards = []
     for bounds, devices in holders.items():  # replicas are read once
         extent = [stop - start for start, stop in bounds]
-        buffers = [jnp.zeros(extent, dtype, device=device) for device in devices]
+        buffers = [_alone(device, jnp.zeros, extent, dtype) for device in devices]
         inner = bounds[stacked:][::-1] if transposed else bounds[stacked:]  # in the file's order of axes
         columns = slice(*inner[1]) if len(inner) == 2 else None
         for layer, stored in enumerate(layers):
@@ -223,11 +223,18 @@ def _stream(layers: list[Stored], path: tuple[str, ...], shape: tuple[int, ...],
                 piece = stored.read(rows, columns)
                 at = [0] * (len(inner) - 1) + [start - inner[0][0]] if transposed else [start - inner[0][0]]
                 at = ([layer] if stacked else []) + at + [0] * (len(inner) - len(at))
-                buffers = [_write(buffer, jax.device_put(piece, device), np.asarray(at, np.int32), transposed)
+                at = np.asarray(at, np.int32)
+                buffers = [_alone(device, _write, buffer, jax.device_put(piece, device), at, transposed)
                            for buffer, device in zip(buffers, devices, strict=True)]  # fmt: skip
                 jax.block_until_ready(buffers)  # else every piece of the file waits in host memory
         shards += buffers
     return jax.make_array_from_single_device_arrays(shape, place, shards)
+
+
+def _alone(device: jax.Device, function: Any, *arguments: Any) -> Array:
+    """function on one device, though a mesh of all of them may be set (jax.set_mesh)."""
+    with jax.set_mesh(Mesh(np.asarray([device]), ("alone",))), jax.default_device(device):
+        return function(*arguments)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -38,6 +40,16 @@ VARIANTS = {  # name -> (settings that differ from ours without KL, update index
     "tis": ({"tis_cap": 1.05}, 1, 2),
     "tis_token": ({"tis_cap": 1.05, "ratio": "token", "eps_low": 0.2, "eps_high": 0.28}, 1, 3),
 }  # fmt: skip
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def make_case(seed: int, overrides: dict, update_index: int, n: int, *, prompts: int = 2, samples: int = 4,
@@ -79,7 +91,7 @@ def minibatch(case: dict, dtype=np.float64):
     ratio = hacpo.capability_ratio(hacpo.capability(jnp.asarray(case["history"], dtype), case["window"]))
     reward = jnp.asarray(case["reward"], dtype)
     prompt = jnp.asarray(case["prompt"], jnp.int32)
-    advantage, baseline = hacpo.advantage(
+    advantage, baseline = jax.jit(hacpo.advantage, static_argnums=6)(
         reward, prompt, source, valid, case["learner"], ratio[case["learner"]], settings
     )
     scored = jnp.arange(logprob.shape[1]) < jnp.asarray(case["length"])[:, None]
@@ -95,7 +107,11 @@ def minibatch(case: dict, dtype=np.float64):
     return logprob, batch, baseline, settings
 
 
-@partial(jax.jit, static_argnames=("settings", "exact_first_visit"))
+# These programs run for microseconds and compile for a second.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@partial(jax.jit, static_argnames=("settings", "exact_first_visit"), compiler_options=QUICKLY)
 def loss_and_gradient(logprob, batch, learner, update_index, divisors, settings, exact_first_visit=True):
     """((loss, Diagnostics), gradient with respect to the token log-probs), compiled."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import VARIANTS, all_cases, evaluate, make_case
+from objective_cases import VARIANTS, all_cases, double_precision, evaluate, make_case
 
 from hacrl_jax import hacpo
 
@@ -22,10 +22,8 @@ REFERENCES = json.loads((ROOT / "tests" / "references" / "objective.json").read_
 
 @pytest.fixture(scope="module", autouse=True)
 def x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+    with double_precision():
+        yield
 
 
 def torch_objective():

@@ -28,10 +28,10 @@ PRESETS: dict[str, dict[str, Any]] = {
             "advantage_by_std": False, "kl_coefficient": 0.0,
         }
     },
-    "gspo": {"objective": {"cross": "none", "ratio": "sequence", "eps_low": 3e-4, "eps_high": 4e-4}},
+    # No clip range: a baseline keeps the one that its config chose for these agents (default: GSPO's 3e-4 and 4e-4).
+    "gspo": {"objective": {"cross": "none", "ratio": "sequence"}},
     "gspo_x2": {  # as many samples as two agents share, and twice the updates
-        "minibatch": 32, "rollout": {"samples": 16},
-        "objective": {"cross": "none", "ratio": "sequence", "eps_low": 3e-4, "eps_high": 4e-4},
+        "minibatch": 32, "rollout": {"samples": 16}, "objective": {"cross": "none", "ratio": "sequence"},
     },
     "naive": {"objective": {"cross": "naive", "capability_baseline": False, "capability_gradient": False}},
     "hacpo": {"objective": {"cross": "hacpo", "capability_baseline": True, "capability_gradient": True}},

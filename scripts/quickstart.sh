@@ -61,7 +61,6 @@ train() { hacrl train "$config" "${overrides[@]+"${overrides[@]}"}" "$@" "${exis
 echo "1 of 2: agents that learn from each other (HACPO)"
 train
 echo "2 of 2: the same agents, each alone (GSPO), the same number of rollouts"
-# Not preset=gspo: that would bring the clip of large models, and the config's own clip is what small agents need.
 train "name=${name}_gspo" objective.cross=none
 echo
 hacrl report "$together" "$alone"

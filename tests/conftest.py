@@ -8,6 +8,11 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# How long an example takes says how busy the machine is, nothing about the code.
+settings.register_profile("hacrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hacrl")
 
 SHARED = Path(os.environ.get("HACRL_SHARED", Path(__file__).parent.parent.parent / "shared"))
 

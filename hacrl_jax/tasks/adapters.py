@@ -164,11 +164,13 @@ def _answer_text(value: Any) -> str:
     text = str(value)
     if "####" in text:  # GSM8K
         text = text.rpartition("####")[2]
-    return _undollared(text.strip())
+    return (
+        _undollared(text).lstrip(" ").rstrip()
+    )  # a leading tab or form feed is a broken \\theta or \\frac: data.py says
 
 
 def _undollared(text: str) -> str:
     """Math delimiters removed: `$69$,$84$` -> `69,84`. A dollar sign as money is written \\$ in these data sets."""
     if len(re.findall(r"(?<!\\)\$", text)) % 2:
         return text
-    return re.sub(r"(?<!\\)\$", "", text).strip()
+    return re.sub(r"(?<!\\)\$", "", text)

@@ -109,6 +109,8 @@ def parse(text: str) -> Answer:
         parts, _ = split(tokens, separators)
         if len(parts) > 1:
             filled = [part for part in parts if "".join(part).strip()]  # `2, and 3` leaves an empty part
+            if len(parts) - len(filled) > 1:
+                raise Unreadable("empty part")
             return _listed([parse("".join(part)) for part in filled])
     parts, signs = split(tokens, RELATIONS)
     if signs:

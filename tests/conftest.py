@@ -23,3 +23,11 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is absent: set HACRL_SHARED to the folder with golden vectors, data and tokenizers")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """A run of four steps with its agents (tests/small_run.py); takes a minute."""
+    import small_run
+
+    return small_run.finish(tmp_path_factory.mktemp("runs"))

@@ -171,8 +171,8 @@ def test_a_reader_leaves_a_running_save_alone(tmp_path):
     running = tmp_path / "step_4.orbax-checkpoint-tmp"
     running.mkdir()
     assert opened(tmp_path)[0].step == 3 and running.exists()
-    with Store(tmp_path, CheckpointConfig()):  # the next writer clears it away
-        pass
+    with Store(tmp_path, CheckpointConfig()) as store:  # the next writer clears it away
+        store.save(5, agents(5), {})
     assert not running.exists()
 
 

@@ -46,25 +46,27 @@ def greedy_tokens(graphdef: Any, params: Any, prompt: np.ndarray, count: int, id
     """[B, count] most probable tokens after prompt [B, P], by prefill and cached decode steps."""
     b, width = prompt.shape
 
-    def choose(hidden: jax.Array) -> jax.Array:
+    def choose(params: Any, hidden: jax.Array) -> jax.Array:
         return jnp.argmax(decoder.logits(params, hidden)[:, :ids], axis=-1)
 
     @jax.jit
-    def step(token: jax.Array, cache: Any, length: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, new = decoder.apply(
-            graphdef, params, token[:, None], length[:, None], cache=cache, cache_length=length
-        )
-        cache = tuple(part.at[:, jnp.arange(b), length].set(fresh[:, :, 0])
-                      for part, fresh in zip(cache, new, strict=True))  # fmt: skip
-        return choose(hidden[:, 0]), cache
+    def run(params: Any) -> jax.Array:
+        def step(carry: Any, length: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache = carry
+            lengths = jnp.full(b, length)
+            hidden, new = decoder.apply(
+                graphdef, params, token[:, None], lengths[:, None], cache=cache, cache_length=lengths
+            )
+            cache = tuple(jax.lax.dynamic_update_slice_in_dim(part, fresh, length, 2)
+                          for part, fresh in zip(cache, new, strict=True))  # fmt: skip
+            return (choose(params, hidden[:, 0]), cache), token
 
-    hidden, cache = decoder.apply(graphdef, params, prompt, np.broadcast_to(np.arange(width), prompt.shape))
-    cache = tuple(jnp.pad(part, ((0, 0), (0, 0), (0, count), (0, 0))) for part in cache)
-    chosen = [choose(hidden[:, -1])]
-    for i in range(count - 1):
-        token, cache = step(chosen[-1], cache, jnp.full(b, width + i))
-        chosen.append(token)
-    return np.stack([np.asarray(token) for token in chosen], axis=1)
+        hidden, cache = decoder.apply(graphdef, params, prompt, np.broadcast_to(np.arange(width), prompt.shape))
+        cache = tuple(jnp.pad(part, ((0, 0), (0, 0), (0, count), (0, 0))) for part in cache)
+        start = (choose(params, hidden[:, -1]), cache)
+        return jax.lax.scan(step, start, width + jnp.arange(count))[1]  # [count, B]
+
+    return np.asarray(run(params)).T
 
 
 def compare(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, float]:

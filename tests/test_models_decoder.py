@@ -22,6 +22,13 @@ LLAMA = decoder.DecoderConfig(
     "LlamaForCausalLM", 97, 32, 80, 2, 4, 1, 8, 1e-5, 5e5, RopeScaling(8.0, 1.0, 4.0, 64), tie_word_embeddings=False,
     qk_norm=False, max_position_embeddings=512,
 )  # fmt: skip
+# One jitted function for all tests: a program compiled in one serves the others.
+APPLY = jax.jit(decoder.apply, static_argnums=0, static_argnames=("dtype", "remat", "attention"))
+GRADIENT = jax.jit(
+    jax.grad(lambda graphdef, params, tokens, positions, remat: jnp.square(
+        decoder.apply(graphdef, params, tokens, positions, remat=remat)[0]
+    ).mean(), argnums=1), static_argnums=(0, 4),
+)  # fmt: skip
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "up_proj"))
 
 
@@ -40,28 +47,43 @@ def rows(b, t, seed=0):
 def test_cached_equals_whole(config, new):
     graphdef, params = make(config)
     tokens, positions = rows(3, 20)
-    whole, kv = jax.jit(partial(decoder.apply, graphdef))(params, tokens, positions)
+    whole, kv = APPLY(graphdef, params, tokens, positions)
     chex.assert_shape(kv, (config.num_hidden_layers, 3, 20, config.num_key_value_heads * config.head_dim))
     length = np.array([0, 5, 16])  # every row continues from its own place
     cache = tuple(jnp.where(jnp.arange(20)[:, None] < length[:, None, None], part, 1e4) for part in kv)
     at = length[:, None] + np.arange(new)
-    step, fresh = jax.jit(partial(decoder.apply, graphdef))(
-        params, np.take_along_axis(tokens, at, 1), at, cache=cache, cache_length=length
+    step, fresh = APPLY(
+        graphdef, params, np.take_along_axis(tokens, at, 1), at, cache=cache, cache_length=length
     )
     np.testing.assert_allclose(step, np.take_along_axis(whole, at[..., None], 1), atol=2e-5)
     for part, all_of_it in zip(fresh, kv, strict=True):
         np.testing.assert_allclose(part, np.take_along_axis(all_of_it, at[None, ..., None], 2), atol=2e-5)
 
 
+def test_unstacked_layers_compute_the_same():
+    graphdef, params = make(QWEN)
+    apart = decoder.unstack(params)
+    tokens, positions = rows(2, 8)
+    whole, kv = APPLY(graphdef, params, tokens, positions)
+    ours, pairs = APPLY(graphdef, apart, tokens, positions)
+    np.testing.assert_allclose(ours, whole, atol=2e-5)
+    chex.assert_trees_all_close(tuple(zip(*kv, strict=True)), pairs, atol=2e-5)
+    length = np.array([7, 4])
+    at = length[:, None]
+    token = np.take_along_axis(tokens, at, 1)
+    step, _ = APPLY(graphdef, apart, token, at, cache=pairs, cache_length=length)
+    np.testing.assert_allclose(step, np.take_along_axis(whole, at[..., None], 1), atol=2e-5)
+
+
 @pytest.mark.parametrize("config", [QWEN, LLAMA])
 def test_packed_rows_equal_separate_ones(config):
     graphdef, params = make(config)
     tokens, positions = rows(2, 12)
-    alone, _ = decoder.apply(graphdef, params, tokens, positions)
+    alone, _ = APPLY(graphdef, params, tokens, positions)
     segment = np.array([[1] * 12 + [2] * 12 + [0] * 5])
     packed = np.concatenate([tokens.reshape(1, -1), np.full((1, 5), 96)], 1)
     places = np.concatenate([positions.reshape(1, -1), np.zeros((1, 5), int)], 1)
-    together, _ = decoder.apply(graphdef, params, packed, places, segment=segment)
+    together, _ = APPLY(graphdef, params, packed, places, segment=segment)
     np.testing.assert_allclose(together[0, :24].reshape(2, 12, -1), alone, atol=2e-5)
     assert np.isfinite(together).all()
 
@@ -69,10 +91,10 @@ def test_packed_rows_equal_separate_ones(config):
 def test_new_tokens_of_other_segments_are_not_seen():
     graphdef, params = make(QWEN)
     tokens, positions = rows(1, 9)
-    _, kv = decoder.apply(graphdef, params, tokens, positions)
+    _, kv = APPLY(graphdef, params, tokens, positions)
     length = np.array([6])
-    full, _ = decoder.apply(graphdef, params, tokens[:, 6:8], positions[:, 6:8], cache=kv, cache_length=length)
-    padded, _ = decoder.apply(graphdef, params, tokens[:, 6:9], positions[:, 6:9], cache=kv, cache_length=length,
+    full, _ = APPLY(graphdef, params, tokens[:, 6:8], positions[:, 6:8], cache=kv, cache_length=length)
+    padded, _ = APPLY(graphdef, params, tokens[:, 6:9], positions[:, 6:9], cache=kv, cache_length=length,
                               segment=np.array([[1, 1, 0]]))  # fmt: skip
     np.testing.assert_allclose(padded[:, :2], full, atol=2e-5)
 
@@ -82,10 +104,7 @@ def test_remat_changes_no_gradient(remat):
     graphdef, params = make(QWEN)
     tokens, positions = rows(2, 10)
 
-    def loss(params, policy):
-        return jnp.square(decoder.apply(graphdef, params, tokens, positions, remat=policy)[0]).mean()
-
-    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(params, policy) for policy in ("none", remat))
+    plain, again = (GRADIENT(graphdef, params, tokens, positions, policy) for policy in ("none", remat))
     chex.assert_trees_all_close(plain, again, rtol=1e-4, atol=1e-6)
 
 
@@ -110,14 +129,14 @@ def test_lora_adds_the_scaled_product():
     plain, base = make(QWEN)
     tokens, positions = rows(2, 6)
     np.testing.assert_array_equal(
-        decoder.apply(graphdef, params, tokens, positions)[0], decoder.apply(plain, base, tokens, positions)[0]
+        APPLY(graphdef, params, tokens, positions)[0], APPLY(plain, base, tokens, positions)[0]
     )
     for name in LORA.targets:
         part = params["layers"][name]
         part["lora_b"] = 0.1 * jax.random.normal(jax.random.key(4), part["lora_b"].shape)
         base["layers"][name]["kernel"] += 2.0 * jnp.einsum("lir,lro->lio", part["lora_a"], part["lora_b"])
-    moved = decoder.apply(graphdef, params, tokens, positions)[0]
-    np.testing.assert_allclose(moved, decoder.apply(plain, base, tokens, positions)[0], atol=2e-5)
+    moved = APPLY(graphdef, params, tokens, positions)[0]
+    np.testing.assert_allclose(moved, APPLY(plain, base, tokens, positions)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(data=1, fsdp=2, tensor=4)])
@@ -127,13 +146,12 @@ def test_sharded_equals_one_device(mesh):
     mesh = sharding.make_mesh(mesh)
     split = jax.device_put(params, sharding.shardings(decoder.abstract(QWEN)[2], mesh, params))
     tokens, positions = rows(4, 12)
-    whole, _ = decoder.apply(graphdef, params, tokens, positions)
-    program = jax.jit(partial(decoder.apply, graphdef))
+    whole, _ = APPLY(graphdef, params, tokens, positions)
     with jax.set_mesh(mesh):
-        ours, parts = program(split, tokens, positions)
+        ours, parts = APPLY(graphdef, split, tokens, positions)
         np.testing.assert_allclose(ours, whole, atol=2e-5)
         length = np.full(4, 11)
-        step, _ = program(split, tokens[:, 11:], positions[:, 11:], cache=parts, cache_length=length)
+        step, _ = APPLY(graphdef, split, tokens[:, 11:], positions[:, 11:], cache=parts, cache_length=length)
         np.testing.assert_allclose(step, whole[:, 11:], atol=2e-5)
         np.testing.assert_allclose(jax.jit(decoder.logits)(split, ours), decoder.logits(params, whole), atol=5e-5)
 
@@ -141,11 +159,11 @@ def test_sharded_equals_one_device(mesh):
 def test_dtypes():
     graphdef, params = make(LLAMA)
     tokens, positions = rows(1, 5)
-    hidden, kv = decoder.apply(graphdef, params, tokens, positions, dtype=jnp.bfloat16)
+    hidden, kv = APPLY(graphdef, params, tokens, positions, dtype=jnp.bfloat16)
     assert {hidden.dtype, kv[0].dtype, kv[1].dtype} == {jnp.dtype(jnp.bfloat16)}
     assert decoder.logits(params, hidden).dtype == jnp.float32
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)  # the sampler's copy
-    np.testing.assert_array_equal(decoder.apply(graphdef, half, tokens, positions, dtype=jnp.bfloat16)[0], hidden)
+    np.testing.assert_array_equal(APPLY(graphdef, half, tokens, positions, dtype=jnp.bfloat16)[0], hidden)
     assert decoder.head(params) is params["head"] and "head" not in decoder.abstract(QWEN)[1]
 
 

@@ -29,11 +29,13 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     plain = np.float32(1) / power
     if scaling is None:
         return plain
-    wavelength = np.float32(2 * math.pi) / plain
+    # PyTorch divides a number by a tensor as reciprocal times number, rounding twice.
+    wavelength = np.float32(1) / plain * np.float32(2 * math.pi)
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = plain / np.float32(scaling.factor)
-    smooth = np.float32(scaling.original_max_position_embeddings) / wavelength - np.float32(scaling.low_freq_factor)
+    periods = np.float32(1) / wavelength * np.float32(scaling.original_max_position_embeddings)
+    smooth = periods - np.float32(scaling.low_freq_factor)
     smooth = smooth / np.float32(scaling.high_freq_factor - scaling.low_freq_factor)
     between = (np.float32(1) - smooth) * plain / np.float32(scaling.factor) + smooth * plain
     return np.where(wavelength > longest, stretched, np.where(wavelength < shortest, plain, between))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hacrl_jax.config import MeshConfig
+from hacrl_jax.config import Config, MeshConfig
 from hacrl_jax.types import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -46,6 +46,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         shape = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
         raise UserError(f"mesh: {shape} does not make the {len(devices)} devices of this machine")
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
+
+
+def check_rows(config: Config, mesh: Mesh) -> None:
+    """Raise UserError when the devices along data and fsdp do not divide an agent's (micro-)batch."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    for agent in config.agents:
+        rows = agent.micro_batch or config.minibatch * config.rollout.samples
+        if rows % parts:
+            what = f"micro_batch {rows}" if agent.micro_batch else f"minibatch of {rows} sequences"
+            raise UserError(f"mesh: data x fsdp = {parts} devices do not divide the {what} of agent {agent.name}")
 
 
 def spec(*axes: str | None) -> PartitionSpec:

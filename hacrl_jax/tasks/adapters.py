@@ -41,7 +41,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _decoded(line, f"{path}:{number}")
+                yield _decoded(line, f"{path}, row {number},")
 
 
 def _json(path: Path) -> Iterator[Row]:

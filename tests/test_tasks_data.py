@@ -164,7 +164,7 @@ def test_source_mistakes_are_one_line(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{oops\n')
     for source, said in (
         (str(tmp_path / "none.jsonl"), "does not exist"),
-        (str(tmp_path / "bad.jsonl"), "bad.jsonl:2"),
+        (str(tmp_path / "bad.jsonl"), "bad.jsonl, row 2"),
     ):
         with pytest.raises(UserError, match=said) as raised:
             data.problems(DataConfig(source=source))

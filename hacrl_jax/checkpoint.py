@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -26,9 +28,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hacrl_jax.config import CheckpointConfig
+from hacrl_jax.mirror import Mirror
 from hacrl_jax.types import Array, UserError
 
 Say = Callable[[str], Any]
+NATIVE = ("gs://", "s3://")  # what orbax writes to by itself; other URLs get copies
 DAMAGED = "damaged."  # what the name of a set-aside step starts with
 
 
@@ -47,8 +51,17 @@ class Store:
 
     def __init__(self, folder: Path | str, config: CheckpointConfig, *, write: bool = True):
         self.folder = str(folder) if "://" in str(folder) else str(Path(folder).absolute())
-        if not write and not epath.Path(self.folder).is_dir():
-            self._manager = None
+        self._config = config
+        self._task: Future[None] | None = None  # the save that goes on
+        self._failed: UserError | None = None
+        self._manager, self._mirror, self._staging = None, None, None
+        self._local = self.folder  # where orbax reads and writes
+        if "://" in self.folder and not self.folder.startswith(NATIVE):
+            if jax.process_count() > 1:
+                raise UserError(f"checkpoint.folder {self.folder}: several hosts need a shared folder, gs:// or s3://")
+            self._mirror, self._staging = Mirror(self.folder), TemporaryDirectory(prefix="checkpoints-")
+            self._local = self._staging.name
+        elif not write and not epath.Path(self.folder).is_dir():
             return
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_without_chatter)
@@ -56,9 +69,8 @@ class Store:
             max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
             cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True, save_root_metadata=False,
         )  # fmt: skip
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
-        self._saving: int | None = None
-        self._failed: UserError | None = None
+        self._manager = ocp.CheckpointManager(self._local, options=options)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def __enter__(self) -> Store:
         return self
@@ -83,25 +95,24 @@ class Store:
         }
         items = {_item(name): ocp.args.StandardSave(part) for name, part in flat.items()}
         items["record"] = ocp.args.JsonSave({**record, "step": step, "agents": arrays})
-        with self._telling(step):
-            self._saving = step
+        self._saving = step
+        with self._telling():
             assert self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._task = self._worker.submit(self._finish, step)
 
     def check(self) -> None:
         """Raise UserError if a save failed in the background; costs nothing and never waits for one that goes on."""
-        if self._failed:
-            raise self._failed
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._failed or (self._task and self._task.done()):
             self.wait()
 
     def wait(self) -> None:
         """Until the last save is durable. Raises UserError if it failed."""
         if self._failed:
             raise self._failed
-        if self._saving is not None:
-            with self._telling(self._saving):
-                self._manager.wait_until_finished()
-            self._saving = None
+        if self._task:
+            with self._telling():
+                self._task.result()
+            self._task = None
 
     def close(self) -> None:
         """Wait for the last save, then let go. Raises UserError if the save failed."""
@@ -111,19 +122,39 @@ class Store:
             self.wait()
         finally:
             manager, self._manager = self._manager, None
+            self._worker.shutdown()
             try:
                 manager.close()
             except Exception:
                 if not self._failed:
                     raise
+            finally:
+                if self._staging:
+                    self._staging.cleanup()
 
     def steps(self) -> list[int]:
         """Steps with a folder of their own, oldest first; ``restore`` finds out whether one is whole."""
+        if self._mirror:
+            return self._mirror.steps()
         return [] if self._manager is None else sorted(self._manager.all_steps())
+
+    def _finish(self, step: int) -> None:
+        """In the background: until all parts of a save are durable."""
+        self._manager.wait_until_finished()
+        if self._mirror:
+            self._mirror.push(step, Path(self._local))
+            self._mirror.prune(self._config.keep_last, self._config.keep_every)
+
+    def _fetch(self, step: int) -> None:
+        """Have a step's files where orbax reads. Raises OSError where they are not whole."""
+        if self._mirror and not (Path(self._local) / f"step_{step}").is_dir():
+            self._mirror.pull(step, Path(self._local))
+            self._manager.reload()
 
     def record(self, step: int) -> dict[str, Any] | None:
         """The JSON record of a step; None where it cannot be read."""
         try:
+            self._fetch(step)
             return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
         except Exception:
             return None
@@ -154,11 +185,14 @@ class Store:
         later = [step for step in self.steps() if step > after]
         if jax.process_index() == 0:
             for step in later:
-                source = epath.Path(self.folder) / f"step_{step}"
-                target = epath.Path(self.folder) / f"{DAMAGED}step_{step}"
+                if self._mirror:
+                    self._mirror.drop(step)
+                source = epath.Path(self._local) / f"step_{step}"
+                target = epath.Path(self._local) / f"{DAMAGED}step_{step}"
                 if target.exists():
                     target.rmtree()
-                source.rename(target)
+                if source.exists():
+                    source.rename(target)
         if later:
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("damaged steps are out of the way")
@@ -181,7 +215,7 @@ class Store:
     def _read(self, step: int, like: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         for name, tree in like.items():
-            place = f"{self.folder}/step_{step}/{_item(name)}"
+            place = f"{self._local}/step_{step}/{_item(name)}"
             fault = None
             try:
                 flat = {key: _load(place, key, x) for key, x in _placed(flatten(tree)).items()}
@@ -195,15 +229,16 @@ class Store:
         return found
 
     @contextmanager
-    def _telling(self, step: int) -> Iterator[None]:
+    def _telling(self) -> Iterator[None]:
         """Turn whatever goes wrong with a save into one line, kept for every later call."""
         try:
             yield
         except Exception as error:
-            whole = [other for other in self._manager.all_steps(read=True) if other < step]
+            steps = self._mirror.steps() if self._mirror else self._manager.all_steps(read=True)
+            whole = [step for step in steps if step < self._saving]
             kept = f"the last complete checkpoint is of step {max(whole)}" if whole else "no earlier one is complete"
-            self._saving, self._failed = None, UserError(
-                f"the checkpoint of step {step} could not be saved in {self.folder}: {reason(error)}; {kept}; "
+            self._task, self._failed = None, UserError(
+                f"the checkpoint of step {self._saving} could not be saved in {self.folder}: {reason(error)}; {kept}; "
                 "mend the cause, then continue with --resume"
             )  # fmt: skip
             raise self._failed from error

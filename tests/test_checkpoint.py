@@ -195,3 +195,31 @@ def test_a_save_that_fails_stops_the_run_and_harms_nothing(tmp_path):
         store.close()
     restored, said = opened(tmp_path, like={"a": jax.tree.map(jnp.zeros_like, big)})
     assert (restored.step, said) == (1, []) and same(restored.agents["a"], big)
+
+
+def test_any_fsspec_url_serves_and_a_step_counts_when_all_of_it_is_there():
+    import fsspec
+
+    url, files = "memory://bucket/run", fsspec.filesystem("memory")
+    with Store(url, CheckpointConfig(keep_last=2, keep_every=4)) as store:
+        for step in range(1, 8):
+            store.save(step, agents(step), {})
+    kept = sorted(path.rsplit("/", 1)[-1] for path in files.ls("/bucket/run", detail=False))
+    assert kept == sorted(name for step in (4, 6, 7) for name in (f"step_{step}", f"step_{step}.json"))
+    restored, said = opened(url)
+    assert (restored.step, said) == (7, []) and same(restored.agents, agents(7))
+    longest = max(files.find("/bucket/run/step_7"), key=files.size)
+    files.pipe_file(longest, files.cat_file(longest)[:-100])
+    assert opened(url)[0].step == 6
+    files.rm("/bucket/run/step_6.json")
+    assert opened(url)[0].step == 4
+    with Store(url, CheckpointConfig(keep_last=2, keep_every=4)) as store:
+        store.set_aside(after=4)
+        store.save(5, agents(55), {})
+    assert same(opened(url)[0].agents, agents(55))
+    files.rm("/bucket", recursive=True)
+
+
+def test_an_unknown_kind_of_url_is_a_mistake():
+    with pytest.raises(UserError, match=r"checkpoint\.folder nowhere://x cannot be reached"):
+        Store("nowhere://x", CheckpointConfig())

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "presets", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "hosts", "sharding", "tokenizer", "tasks", "models"},
-    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard", "packing"},
+    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard", "mirror", "packing"},
     {"agent", "evaluate", "journal", "resuming", "measure"},
     {"algorithm", "plan", "replay", "report", "serving"},
     {"cli"},

@@ -263,14 +263,20 @@ def fingerprint(tree: Any) -> str:
 
     It does not depend on the number of devices or the layout.
     """
-    total, groups = 0, {}
     leaves = jax.tree.leaves(tree)
+    groups: dict[Any, list[int]] = {}
     for at, leaf in enumerate(leaves):  # a jitted function takes arrays of the same devices only
-        groups.setdefault(tuple(sorted(device.id for device in leaf.devices())), []).append(at)
-    sums = dict[int, Array]()
-    for group in groups.values():
-        sums |= zip(group, _sums([leaves[at] for at in group]), strict=True)
-    for at, _ in enumerate(leaves):
+        waits = leaf.sharding.memory_kind == "pinned_host"  # these go to the device one at a time
+        groups.setdefault(at if waits else tuple(sorted(device.id for device in leaf.devices())), []).append(at)
+    sums: dict[int, Array] = {}
+    for key, group in groups.items():
+        part = [leaves[at] for at in group]
+        if isinstance(key, int):
+            kind = next(iter(part[0].devices())).default_memory().kind
+            part = [jax.device_put(part[0], part[0].sharding.with_memory_kind(kind))]
+        sums |= zip(group, _sums(part), strict=True)
+    total = 0
+    for at in range(len(leaves)):
         total = (total * 1_000_003 + int(sums[at])) % (1 << 64)
     return f"{total:016x}"
 

@@ -160,6 +160,19 @@ def test_eight_devices_to_fewer(tmp_path, devices):
         assert len(leaf.devices()) == devices  # scalars too: an update takes arrays of one mesh only
 
 
+def test_a_state_that_waits_in_host_memory_is_saved_and_comes_back_there(tmp_path):
+    host = lambda tree: jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)  # noqa: E731
+    own = state(1, 8)
+    with Store(tmp_path, CheckpointConfig()) as store:
+        store.save(1, {"a": own.replace(moments=host(own.moments))}, {})
+    like = state(0, 8)
+    restored, said = opened(tmp_path, like={"a": like.replace(moments=host(like.moments))})
+    assert said == [] and same(restored.agents["a"], own)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored.agents["a"].moments)}
+    assert kinds == {"pinned_host"}
+    assert checkpoint.fingerprint(restored.agents["a"]) == checkpoint.fingerprint(own)
+
+
 def test_a_fingerprint_is_of_values_not_of_layout():
     assert checkpoint.fingerprint(state(1)) == checkpoint.fingerprint(state(1, 8))
     swapped = jnp.asarray([1.0, 3.0, 2.0])

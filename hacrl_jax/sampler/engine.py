@@ -1,12 +1,12 @@
 """The decode engine: prefill, insert, generate over slots, in the shape of google-jetstream's Engine.
 
 A slot is a row of the cache. ``prefill`` turns prompts into a Prefix, ``insert`` copies one into slots, ``generate``
-draws one token for every live slot, ``generate_many`` several in one dispatch. Everything is a pure function of arrays:
-the decode state is donated from call to call and stays on the device. What differs from JetStream's own engines: one
-prefix fills many slots, every slot has its own random key, tokens come with log-probs, and the finished rows are found
-and kept on the device.
+draws one token for every live slot, ``generate_many`` several in one dispatch (decode.py has these functions). The
+decode state is donated from call to call and stays on the device. What differs from JetStream's own engines: one prefix
+fills many slots, every slot has its own random key, tokens come with log-probs, finished rows are found and their
+answers kept on the device, and the cache is no longer than the longest live row needs: it moves between a few windows.
 
-Extra letters: S slots, C cache entries of a slot, W the window: entries that the longest live row may use.
+Extra letters: S slots, W the window: cache entries per slot.
 """
 
 from __future__ import annotations
@@ -19,76 +19,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
 from hacrl_jax import sharding
 from hacrl_jax.config import RolloutConfig
 from hacrl_jax.models import decoder
 from hacrl_jax.models.decoder import DecoderConfig
-from hacrl_jax.sampler.sampling import Sampling, draw, sampling
+from hacrl_jax.sampler import decode
+from hacrl_jax.sampler.decode import Answers, DecodeState, Drawn, Prefix, Requests, Status
+from hacrl_jax.sampler.sampling import Sampling, sampling
 from hacrl_jax.types import Array, Params, UserError
 
 PREFILL_TOKENS = 4096  # tokens of one prefill call: enough to fill the matrix units, few enough to keep waits short
-SMALLEST_BUCKET = 16
-SMALLEST_WINDOW = 64
+PREFILL_BUCKETS = (1 / 8, 1 / 4, 1 / 2, 1)  # of max_prompt
+WINDOWS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of max_prompt + max_response
+STEP = 16  # sizes are multiples of it
 MAX_SLOTS = 256
-
-
-@struct.dataclass
-class Prefix:
-    """Prompts ready to be inserted. The last token of a prompt is not in the cache: the first decode step feeds it."""
-
-    cache: tuple[Array, Array]  # keys and values, each [L, b, P, K * h]
-    token: Array  # [b] int32, the last token of the prompt
-    length: Array  # [b] int32, live entries: prompt length - 1
-
-
-@struct.dataclass
-class Requests:
-    """What goes into which slot: [S] each, of which the first ``count`` are meant."""
-
-    prefix: Array  # int32, row of the Prefix
-    slot: Array  # int32
-    row: Array  # int32, where the answer is kept
-    sample: Array  # int32, which sample of its prompt
-    problem: Array  # int32, the problem's id
-    limit: Array  # int32, tokens at most
-    count: Array  # [] int32
-
-
-@struct.dataclass
-class Answers:
-    """What was drawn so far, by row: N rows of R tokens."""
-
-    token: Array  # [N, R] int32
-    logprob: Array  # [N, R] float32
-    length: Array  # [N] int32
-    stopped: Array  # [N] bool
-
-
-@struct.dataclass
-class DecodeState:
-    cache: tuple[Array, Array]  # keys and values, each [L, S, C, K * h]
-    token: Array  # [S] int32, the token to feed next
-    length: Array  # [S] int32, live cache entries
-    step: Array  # [S] int32, tokens drawn for this row so far
-    limit: Array  # [S] int32
-    row: Array  # [S] int32
-    key: Array  # [S] random keys, one per (problem, sample)
-    live: Array  # [S] bool
-    answers: Answers
-
-
-@struct.dataclass
-class Drawn:
-    """One decode step's result per slot; valid is False for slots without a request."""
-
-    token: Array  # [S] int32
-    logprob: Array  # [S] float32
-    valid: Array  # [S] bool
-    length: Array  # [S] int32, tokens of the row so far
-    finished: Array  # [S] bool: this was the row's last token
 
 
 class Engine:
@@ -123,33 +69,28 @@ class Engine:
         rows = config.prompts * config.samples
         self.slots = _slots(config.slots or min(rows, MAX_SLOTS), mesh)
         self.rows = rows
-        self.prefill_buckets = _doubling(SMALLEST_BUCKET, config.max_prompt)
-        self.windows = _doubling(SMALLEST_WINDOW, -(-total // SMALLEST_BUCKET) * SMALLEST_BUCKET)
-        self.cache_shape = (
-            model.num_hidden_layers,
-            self.slots,
-            self.windows[-1],
-            model.num_key_value_heads * model.head_dim,
-        )
+        self.prefill_buckets = _sizes(config.max_prompt, PREFILL_BUCKETS)
+        self.windows = _sizes(total, WINDOWS)
         self._cache_dtype = cache_dtype
-        self._params_sharding = None
-        if mesh is not None and axes is not None:
-            self._params_sharding = sharding.shardings(axes, mesh, params)
+        copied = None if mesh is None or axes is None else _copy_shardings(axes, mesh, params)
         place = self._placement()
-        self._load = jax.jit(partial(_cast, self.dtype), out_shardings=self._params_sharding)
+        pair = place and (place, sharding.replicated(mesh))  # every host reads what a step tells
+        step = partial(decode.step, graphdef, self.dtype, self.eos, vocab_size)
+        load = partial(_load, self.dtype)
+        self._load = jax.jit(load, out_shardings=copied)
         self._reload = jax.jit(
-            lambda old, new: _cast(self.dtype, new), donate_argnums=0, out_shardings=self._params_sharding,
-            keep_unused=True,
-        )  # fmt: skip
-        self._prefill = jax.jit(partial(_prefill, graphdef, self.dtype, cache_dtype))
-        self._insert = jax.jit(_insert, donate_argnums=0, out_shardings=place)
-        self._release = jax.jit(_release, donate_argnums=0, out_shardings=place)
-        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=place)
-        step = partial(_step, graphdef, self.dtype, self.eos, vocab_size)
-        self._step = jax.jit(step, donate_argnums=1, out_shardings=place and (place, None))
-        self._many = jax.jit(
-            partial(_many, step), donate_argnums=1, static_argnames="window", out_shardings=place and (place, None)
+            lambda params, previous: load(params), donate_argnums=1, keep_unused=True, out_shardings=copied
         )
+        self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=place)
+        self._prefill = jax.jit(partial(decode.prefill, graphdef, self.dtype, cache_dtype))
+        self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=place)
+        self._release = jax.jit(decode.release, donate_argnums=0, out_shardings=place)
+        self._resize = jax.jit(
+            decode.resize, static_argnums=0, donate_argnums=1, out_shardings=place and place.cache[0][0]
+        )
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=pair)
+        many = partial(decode.many, step, self.eos, config.dispatch_steps)
+        self._many = jax.jit(many, donate_argnums=1, out_shardings=pair)
 
     # JetStream's contract
 
@@ -170,15 +111,17 @@ class Engine:
         return None
 
     def load_params(self, params: Params, previous: Params | None = None) -> Params:
-        """The sampler's own copy in the compute dtype, on the engine's mesh; previous is an older copy whose memory
-        it takes. Never aliases params, which the learner's next update may donate."""
-        with self._on_mesh():
-            return self._load(params) if previous is None else self._reload(previous, params)
+        """The sampler's own copy: in the compute dtype, its layers apart (decoder.unstack), on the engine's mesh.
 
-    def init_decode_state(self) -> DecodeState:
-        """All slots free, no answers."""
+        previous is an older copy whose memory it takes. Never aliases params, which the learner's next update donates.
+        """
         with self._on_mesh():
-            return self._empty(self.rows)
+            return self._load(params) if previous is None else self._reload(params, previous)
+
+    def init_decode_state(self, entries: int | None = None) -> DecodeState:
+        """All slots free, no answers, in a window for rows of so many live cache entries (default: the largest)."""
+        with self._on_mesh():
+            return self._empty(self.windows[-1] if entries is None else self.window(entries))
 
     def prefill(self, *, params: Params, padded_tokens: Any, true_length: Any, existing_prefix: None = None) -> Prefix:
         """Keys and values of prompts: padded_tokens [P] or [b, P], true_length [] or [b], from 1 to P."""
@@ -233,17 +176,32 @@ class Engine:
             return self._release(decode_state, slot)
 
     def generate_many(
-        self, params: Params, decode_state: DecodeState, settings: Sampling, *, steps: int, free: int, window: int
-    ) -> tuple[DecodeState, Array]:
+        self, params: Params, decode_state: DecodeState, settings: Sampling, *, steps: int, free: int
+    ) -> tuple[DecodeState, Status]:
         """Up to ``steps`` tokens for every live slot: fewer when ``free`` slots are free, when none is live, or when a
-        live row would leave the window. Returns (state, status [S + 1] int32: live entries of each slot, -1 when it
-        is free; then the steps done)."""
+        live row has filled the window."""
         with self._on_mesh():
-            return self._many(params, decode_state, settings, np.int32(steps), np.int32(free), window=window)
+            return self._many(params, decode_state, settings, np.int32(steps), np.int32(free))
 
     def window(self, entries: int) -> int:
         """The smallest window in which a row with this many live entries can take a step."""
         return next((size for size in self.windows if size > entries), self.windows[-1])
+
+    def resize(self, decode_state: DecodeState, window: int) -> DecodeState:
+        """The cache in another of the engine's windows, one layer after the other and one window at a time: the copy
+        needs little memory, and every pair of neighbours is compiled in the warm-up."""
+        now, wanted = (self.windows.index(size) for size in (decode_state.window, window))
+        step = 1 if wanted > now else -1
+        for i in range(now, wanted, step):
+            cache = jax.tree.map(partial(self._resized, self.windows[i + step]), decode_state.cache)
+            decode_state = decode_state.replace(cache=cache)
+        return decode_state
+
+    def _resized(self, window: int, part: Array) -> Array:
+        with self._on_mesh():
+            resized = self._resize(window, part)
+        part.delete()  # before the next layer is copied
+        return resized
 
     def prefill_shape(self, longest: int) -> tuple[int, int]:
         """(prompts per call, bucket) for prompts up to ``longest`` tokens."""
@@ -254,24 +212,42 @@ class Engine:
     def warm_up(self, params: Params, settings: tuple[Sampling, ...] = ()) -> Iterator[str]:
         """Compile every program by running it on nothing; yields the name of each as it becomes ready."""
         settings = settings or (sampling(self.config.temperature),)
-        state, nothing, key = self.init_decode_state(), self.requests([]), jax.random.key(0)
+        nothing, key = self.requests([]), jax.random.key(0)
+        prefixes = []
         for bucket in self.prefill_buckets:
             rows, _ = self.prefill_shape(bucket)
-            prefix = self.prefill(
-                params=params, padded_tokens=np.zeros((rows, bucket), np.int32), true_length=np.ones(rows, np.int32)
-            )
-            state = self.bulk_insert(prefix, state, nothing, key)
-            yield f"prefill and insert, {rows} prompts of {bucket}"
-        for choice in settings:
-            for window in self.windows:
-                state, _ = self.generate_many(params, state, choice, steps=0, free=0, window=window)
+            length = np.ones(rows, np.int32)
+            prefixes.append(self.prefill(params=params, padded_tokens=np.zeros((rows, bucket)), true_length=length))
+            yield f"prefill, {rows} prompts of {bucket}"
+        state = self.init_decode_state(0)
+        for window in (*self.windows, self.windows[0]):  # and back: shrinking is compiled too
+            state = self.resize(state, window)
+        for window in self.windows:
+            state = self.resize(state, window)
+            for prefix in prefixes:
+                state = self.bulk_insert(prefix, state, nothing, key)
+            for choice in settings:
+                state, _ = self.generate_many(params, state, choice, steps=0, free=0)
                 yield f"decode, {self.slots} slots in a window of {window}, {choice.mode}"
 
-    def _zeros(self, rows: int) -> DecodeState:
-        s, r = self.slots, self.config.max_response
+    def abstract(self, params: Params) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """The largest programs (prefill, decode) with abstract arguments, shardings included: what plan.py compiles."""
+        copy = self._load.eval_shape(params)
+        rows, bucket = self.prefill_shape(self.config.max_prompt)
+        number = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        choice = jax.eval_shape(partial(sampling, self.config.temperature))
+        return {
+            "prefill": (self._prefill, (copy, number((rows, bucket)), number((rows,)))),
+            "decode": (self._many, (copy, self._empty.eval_shape(self.windows[-1]), choice, number(()), number(()))),
+        }
+
+    def _zeros(self, window: int) -> DecodeState:
+        s, n, r = self.slots, self.rows, self.config.max_response
+        width = self.model.num_key_value_heads * self.model.head_dim
+        part = partial(jnp.zeros, (s, window, width), self._cache_dtype)
         number = partial(jnp.zeros, dtype=jnp.int32)
         return DecodeState(
-            cache=tuple(jnp.zeros(self.cache_shape, self._cache_dtype) for _ in range(2)),
+            cache=tuple((part(), part()) for _ in range(self.model.num_hidden_layers)),
             token=number(s),
             length=number(s),
             step=number(s),
@@ -279,7 +255,7 @@ class Engine:
             row=number(s),
             key=jax.random.split(jax.random.key(0), s),
             live=jnp.zeros(s, bool),
-            answers=Answers(number((rows, r)), jnp.zeros((rows, r)), number(rows), jnp.zeros(rows, bool)),
+            answers=Answers(number((n, r)), jnp.zeros((n, r)), number(n), jnp.zeros(n, bool)),
         )
 
     def _placement(self) -> Any:
@@ -288,10 +264,11 @@ class Engine:
             return None
         heads = self.model.num_key_value_heads
         whole = sharding.sharding(self.mesh, "kv_heads", shape=(heads,)).spec[0] is not None
-        cache = sharding.sharding(self.mesh, None, "batch", None, "kv_heads" if whole else None)
+        part = sharding.sharding(self.mesh, "batch", None, "kv_heads" if whole else None)
+        cache = ((part, part),) * self.model.num_hidden_layers
         slot, same = sharding.sharding(self.mesh, "batch"), sharding.replicated(self.mesh)
         answers = Answers(same, same, same, same)
-        return DecodeState((cache, cache), slot, slot, slot, slot, slot, slot, slot, answers)
+        return DecodeState(cache, slot, slot, slot, slot, slot, slot, slot, answers)
 
     def get_prefix_destination_sharding(self) -> NamedSharding | None:
         return None if self.mesh is None else sharding.replicated(self.mesh)
@@ -300,118 +277,17 @@ class Engine:
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
-def _cast(dtype: Any, params: Params) -> Params:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+def _load(dtype: Any, params: Params) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), decoder.unstack(params))
 
 
-def _prefill(graphdef: Any, dtype: Any, cache_dtype: Any, params: Params, tokens: Array, length: Array) -> Prefix:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # Padding stands behind the prompt, where causal attention does not see it.
-    _, cache = decoder.apply(graphdef, params, tokens, positions, dtype=dtype)
-    last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-    return Prefix(tuple(part.astype(cache_dtype) for part in cache), last, length - 1)
-
-
-def _insert(state: DecodeState, prefix: Prefix, requests: Requests, key: Array) -> DecodeState:
-    def copy(i: Array, cache: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows = (jax.lax.dynamic_slice_in_dim(part, requests.prefix[i], 1, axis=1) for part in prefix.cache)
-        at = (0, requests.slot[i], 0, 0)
-        return tuple(jax.lax.dynamic_update_slice(part, row, at) for part, row in zip(cache, rows, strict=True))
-
-    slots = state.token.shape[0]
-    used = jnp.arange(slots) < requests.count
-    target = jnp.where(used, requests.slot, slots)  # past the end: dropped
-    keys = jax.vmap(lambda problem, sample: jax.random.fold_in(jax.random.fold_in(key, problem), sample))(
-        requests.problem, requests.sample
-    )
-
-    def put(old: Array, new: Array) -> Array:
-        return old.at[target].set(new, mode="drop")
-
-    return state.replace(
-        cache=jax.lax.fori_loop(0, requests.count, copy, state.cache),
-        token=put(state.token, prefix.token[requests.prefix]),
-        length=put(state.length, prefix.length[requests.prefix]),
-        step=put(state.step, jnp.zeros_like(state.step)),
-        limit=put(state.limit, requests.limit),
-        row=put(state.row, requests.row),
-        key=put(state.key, keys),
-        live=put(state.live, used),
-    )
-
-
-def _release(state: DecodeState, slot: Array) -> DecodeState:
-    return state.replace(live=state.live & ~slot)
-
-
-def _step(
-    graphdef: Any,
-    dtype: Any,
-    eos: tuple[int, ...],
-    vocab_size: int,
-    params: Params,
-    state: DecodeState,
-    settings: Sampling,
-) -> tuple[DecodeState, Drawn]:
-    hidden, new = decoder.apply(
-        graphdef,
-        params,
-        state.token[:, None],
-        state.length[:, None],
-        cache=state.cache,
-        cache_length=state.length,
-        dtype=dtype,
-    )
-    keys = jax.vmap(jax.random.fold_in)(state.key, state.step)
-    token, logprob = draw(decoder.logits(params, hidden[:, 0]), keys, settings, vocab_size)
-    live, row, step = state.live, state.row, state.step
-    is_eos = (token[:, None] == jnp.asarray(eos, jnp.int32)).any(axis=1)
-    finished = live & (is_eos | (step + 1 >= state.limit))
-    answers = state.answers
-    kept = jnp.where(live, row, answers.length.shape[0])  # past the end: dropped
-    answers = Answers(
-        token=answers.token.at[kept, step].set(token, mode="drop"),
-        logprob=answers.logprob.at[kept, step].set(logprob, mode="drop"),
-        length=answers.length.at[kept].set(step + 1, mode="drop"),
-        stopped=answers.stopped.at[kept].set(is_eos, mode="drop"),
-    )
-    # A free slot writes too, always to the same entry: insert sets its length anew, and entries above are never live.
-    slots = jnp.arange(token.shape[0])
-    cache = tuple(
-        part.at[:, slots, state.length].set(fresh[:, :, 0].astype(part.dtype))
-        for part, fresh in zip(state.cache, new, strict=True)
-    )
-    state = state.replace(
-        cache=cache,
-        token=jnp.where(live, token, state.token),
-        length=state.length + live,
-        step=step + live,
-        live=live & ~finished,
-        answers=answers,
-    )
-    return state, Drawn(token, logprob, live, state.step, finished)
-
-
-def _many(
-    step: Any,
-    params: Params,
-    state: DecodeState,
-    settings: Sampling,
-    steps: Array,
-    free: Array,
-    *,
-    window: int,
-) -> tuple[DecodeState, Array]:
-    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
-        done, state = carry
-        fits = jnp.max(jnp.where(state.live, state.length, 0)) < window
-        return (done < steps) & jnp.any(state.live) & (jnp.sum(~state.live) < free) & fits
-
-    def advance(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, step(params, carry[1], settings)[0]
-
-    done, state = jax.lax.while_loop(goes_on, advance, (jnp.int32(0), state))
-    return state, jnp.append(jnp.where(state.live, state.length, -1), done)
+def _copy_shardings(axes: Any, mesh: Mesh, params: Params) -> Any:
+    """Where the sampler's copy lies: as the policy's parameters do, the layers apart."""
+    shapes = jax.eval_shape(decoder.unstack, params)
+    own = jax.tree.map(lambda leaf: leaf[1:], axes["layers"], is_leaf=lambda leaf: isinstance(leaf, tuple))
+    layers = tuple(sharding.shardings(own, mesh, layer) for layer in shapes["layers"])
+    rest = {name: leaf for name, leaf in axes.items() if name != "layers"}
+    return sharding.shardings(rest, mesh, {name: shapes[name] for name in rest}) | {"layers": layers}
 
 
 def _slots(wanted: int, mesh: Mesh | None) -> int:
@@ -420,10 +296,6 @@ def _slots(wanted: int, mesh: Mesh | None) -> int:
     return -(-wanted // parts) * parts
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
-    """first, twice first, ... and last."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return (*sizes, last)
+def _sizes(largest: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """These shares of the largest size, rounded up."""
+    return tuple(sorted({-(-int(largest * share) // STEP) * STEP or STEP for share in shares}))

@@ -9,15 +9,21 @@ of a few numbers to the host takes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hacrl_jax.sampler.engine import DecodeState, Engine, Prefix
+from hacrl_jax.sampler.decode import Answers, DecodeState, Prefix, Status
+from hacrl_jax.sampler.engine import Engine
 from hacrl_jax.sampler.sampling import Sampling, sampling
 from hacrl_jax.types import Array, Params, Rollouts, UserError
+
+Watch = Callable[[int, np.ndarray, bool], bool]
+"""Told of every sample's new tokens and whether it has finished; True ends the sample there."""
 
 
 def rollout(
@@ -54,115 +60,133 @@ def rollout(
             )
     rows = len(lengths) * samples
     limits = np.full(rows, longest) if limit is None else np.minimum(np.asarray(limit), longest)
-    tokens = np.asarray(prompt)
+    work = Work(params, settings, key, np.asarray(prompt), lengths, ids, limits, samples)
     per_pass = engine.rows // samples * samples or engine.rows
     parts = []
     for first in range(0, rows, per_pass):
-        queue = deque(range(first, min(first + per_pass, rows)))
-        work = _Pass(engine, params, settings, key, tokens, lengths, ids, limits, samples, first, queue)
-        parts.append(work.run())
-    cut = [
-        (part.token[:n, :longest], part.logprob[:n, :longest], part.length[:n], part.stopped[:n])
-        for part, n in zip(parts, [min(per_pass, rows - i) for i in range(0, rows, per_pass)], strict=True)
-    ]
-    response, logprob, length, stopped = (
-        cut[0] if len(cut) == 1 else (jnp.concatenate(x) for x in zip(*cut, strict=True))
-    )
+        count = min(per_pass, rows - first)
+        answers = Schedule(engine, work, deque(range(first, first + count)), first).run()
+        parts.append(jax.tree.map(lambda x, count=count: x[:count], answers))
+    whole = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return Rollouts(
         prompt=jnp.asarray(prompt, jnp.int32),
         prompt_length=jnp.asarray(prompt_length, jnp.int32),
-        response=response,
-        length=length,
-        logprob=logprob,
-        stopped=stopped,
+        response=whole.token[:, :longest],
+        length=whole.length,
+        logprob=whole.logprob[:, :longest],
+        stopped=whole.stopped,
     )
 
 
-@dataclass
-class _Pass:
-    """One filling of the engine's answer rows: what waits, what runs where."""
+@dataclass(frozen=True)
+class Work:
+    """What is to be sampled: ``samples`` answers to each of B prompts; sample s belongs to prompt s // samples."""
 
-    engine: Engine
-    params: Params
+    params: Params  # the engine's copy
     settings: Sampling
     key: Array
-    tokens: np.ndarray  # [B, P]
+    tokens: np.ndarray  # [B, P] int, right-padded
     lengths: np.ndarray  # [B]
-    ids: np.ndarray  # [B]
-    limits: np.ndarray  # [N]
+    ids: np.ndarray  # [B] problem ids
+    limits: np.ndarray  # [B * samples] tokens at most
     samples: int
-    first: int  # the sample whose answer is row 0
+
+
+@dataclass
+class Schedule:
+    """The samples that wait and those that run, on the host."""
+
+    engine: Engine
+    work: Work
     queue: deque[int]  # samples that wait, in order
+    first: int | None = None  # the sample whose answer is row 0 of the engine's; None: answers are not kept
+    watch: Watch | None = None
     prefix: Prefix | None = None
     prefilled: range = range(0)  # prompts in prefix
     sample: dict[int, int] = field(default_factory=dict)  # slot -> the sample that runs in it
     entries: dict[int, int] = field(default_factory=dict)  # slot -> upper bound of its live cache entries
 
-    def run(self) -> Any:
+    def run(self) -> Answers:
+        """Everything in the queue, to its end."""
         engine, steps = self.engine, self.engine.config.dispatch_steps
-        state = engine.init_decode_state()
+        state = engine.init_decode_state(0)
         free = list(range(engine.slots))
-        unread: deque[tuple[Array, dict[int, int]]] = deque()
+        unread: deque[tuple[Status, dict[int, int]]] = deque()
         while True:
             state, free = self._fill(state, free)
-            window = engine.window(max(self.entries.values(), default=0))
+            state = self._fit(state)
             # With nothing left to insert, free slots end no dispatch.
             quota = max(1, engine.slots // 16) if self.queue else engine.slots + 1
-            state, status = engine.generate_many(
-                self.params, state, self.settings, steps=steps, free=quota, window=window
-            )
-            status.copy_to_host_async()
+            state, status = engine.generate_many(self.work.params, state, self.work.settings, steps=steps, free=quota)
+            jax.tree.map(lambda x: x.copy_to_host_async(), status if self.watch else status.entries)
             unread.append((status, dict(self.sample)))
             self.entries = {slot: bound + steps for slot, bound in self.entries.items()}
             if len(unread) < 2:
                 continue
-            free += self._read(*unread.popleft())
+            freed, ended = self._read(*unread.popleft())
+            free += freed
+            if ended:
+                state = engine.free_resource(state, np.isin(np.arange(engine.slots), ended))
             if not self.queue and not self.entries:
                 return state.answers
 
-    def _read(self, status: Array, running: dict[int, int]) -> list[int]:
-        """Take in the status of the dispatch before the last, in which ``running`` ran; the slots it freed."""
-        live, freed = np.asarray(status), []
+    def _read(self, status: Status, running: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Take in the status of the dispatch before the last, in which ``running`` ran: the slots that are free now,
+        and those of them whose rows ``watch`` ended."""
+        live, freed, ended = np.asarray(status.entries), [], []
+        token, count = (np.asarray(status.token), np.asarray(status.count)) if self.watch else (None, None)
         for slot, sample in running.items():
             if self.sample.get(slot) != sample:
                 continue  # freed before, and filled anew since
             self.entries[slot] = int(live[slot]) + self.engine.config.dispatch_steps
-            if live[slot] < 0:
+            finished = bool(live[slot] < 0)
+            if self.watch and self.watch(sample, token[: count[slot], slot], finished) and not finished:
+                ended.append(slot)
+            if finished or slot in ended:
                 del self.sample[slot], self.entries[slot]
                 freed.append(slot)
-        return freed
+        return freed, ended
+
+    def _fit(self, state: DecodeState) -> DecodeState:
+        """A window in which every live row can take a step; a smaller one only once it will do for a while."""
+        most = max(self.entries.values(), default=0)
+        needed, ample = (self.engine.window(most + more) for more in (0, 4 * self.engine.config.dispatch_steps))
+        if needed > state.window or ample < state.window:
+            state = self.engine.resize(state, needed)
+        return state
 
     def _fill(self, state: DecodeState, free: list[int]) -> tuple[DecodeState, list[int]]:
         """Waiting samples into free slots, prompt by prompt."""
+        work, samples = self.work, self.work.samples
         while self.queue and free:
-            if self.queue[0] // self.samples not in self.prefilled:
+            if self.queue[0] // samples not in self.prefilled:
                 self._prefill()
             batch = []
-            while self.queue and free and self.queue[0] // self.samples in self.prefilled:
-                sample, slot = self.queue.popleft(), free.pop(0)
-                prompt = sample // self.samples
-                self.sample[slot], self.entries[slot] = sample, int(self.lengths[prompt]) - 1
-                batch.append(
-                    (prompt - self.prefilled.start, slot, sample - self.first, sample % self.samples,
-                     int(self.ids[prompt]), int(self.limits[sample]))
-                )  # fmt: skip
-            state = self.engine.bulk_insert(self.prefix, state, self.engine.requests(batch), self.key)
+            while self.queue and free and self.queue[0] // samples in self.prefilled:
+                number, slot = self.queue.popleft(), free.pop(0)
+                prompt = number // samples
+                self.sample[slot], self.entries[slot] = number, int(work.lengths[prompt]) - 1
+                row = self.engine.rows if self.first is None else number - self.first
+                source, problem, limit = prompt - self.prefilled.start, int(work.ids[prompt]), int(work.limits[number])
+                batch.append((source, slot, row, number % samples, problem, limit))
+            state = self._fit(state)
+            state = self.engine.bulk_insert(self.prefix, state, self.engine.requests(batch), work.key)
         return state, free
 
     def _prefill(self) -> None:
         """The next prompts, as many as one call takes; a prompt outlives the call until its samples are inserted."""
-        start, end = self.queue[0] // self.samples, self.queue[-1] // self.samples + 1
-        rows, bucket = self.engine.prefill_shape(int(self.lengths[start]))
+        start, end = self.queue[0] // self.work.samples, self.queue[-1] // self.work.samples + 1
+        rows, bucket = self.engine.prefill_shape(int(self.work.lengths[start]))
         while True:  # the bucket of the longest among them
-            longest = int(self.lengths[start : min(start + rows, end)].max())
+            longest = int(self.work.lengths[start : min(start + rows, end)].max())
             rows, wider = self.engine.prefill_shape(longest)
             if wider == bucket:
                 break
             bucket = wider
         count = min(rows, end - start)
         tokens, length = np.zeros((rows, bucket), np.int32), np.ones(rows, np.int32)
-        width = min(bucket, self.tokens.shape[1])
-        tokens[:count, :width] = self.tokens[start : start + count, :width]
-        length[:count] = self.lengths[start : start + count]
-        self.prefix = self.engine.prefill(params=self.params, padded_tokens=tokens, true_length=length)
+        width = min(bucket, self.work.tokens.shape[1])
+        tokens[:count, :width] = self.work.tokens[start : start + count, :width]
+        length[:count] = self.work.lengths[start : start + count]
+        self.prefix = self.engine.prefill(params=self.work.params, padded_tokens=tokens, true_length=length)
         self.prefilled = range(start, start + count)

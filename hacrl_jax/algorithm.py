@@ -14,12 +14,14 @@ import numpy as np
 from hacrl_jax import agent as policy
 from hacrl_jax import checkpoint, exchange, groups, guard, hacpo, hosts, journal, measure, metrics, resuming, tokenizer
 from hacrl_jax.agent import Agent
-from hacrl_jax.config import Config, ObjectiveConfig
-from hacrl_jax.sharding import make_mesh
-from hacrl_jax.tasks import data
+from hacrl_jax.config import Config, ObjectiveConfig, RewardConfig
+from hacrl_jax.sharding import check_rows, make_mesh
+from hacrl_jax.tasks import data, rewards
 from hacrl_jax.tasks.grader import Grader
 from hacrl_jax.tasks.verify import Verdict
 from hacrl_jax.types import Problem, Rollouts, UserError
+
+Judge = Callable[..., tuple[np.ndarray, list[Verdict]]]  # judge, with all but its first three arguments bound
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,17 @@ class Ability:
     def observe(self, reward: np.ndarray, objective: ObjectiveConfig) -> Ability:
         """With the step's rewards [n, N] added; all samples count, before any filter (equation 8)."""
         score = reward if objective.capability == "mean_reward" else np.where(np.isnan(reward), np.nan, reward > 0)
-        if objective.capability == "mean_reward" and np.nanmin(reward) < 0:
+        if objective.capability == "mean_reward" and (reward < 0).any():
             raise UserError(
                 "objective.capability: mean_reward needs rewards of at least 0, and one was "
                 f"{np.nanmin(reward):g}; use positive_rate"
             )
-        rows = np.concatenate([self.history, np.nanmean(score, axis=1)[None]])
-        return Ability(rows[-objective.capability_window :])
+        scored = ~np.isnan(reward)
+        # An agent with no answer that could be scored is taken to be as able as it was.
+        last = self.history[-1] if len(self.history) else np.zeros(len(reward))
+        mean = np.where(scored, score, 0.0).sum(axis=1) / np.maximum(scored.sum(axis=1), 1)
+        row = np.where(scored.any(axis=1), mean, last)
+        return Ability(np.concatenate([self.history, row[None]])[-objective.capability_window :])
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,10 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     resume or resuming.vacant(config, folder)
     config = resuming.pin(resuming.settle(config, folder, say) if resume else config)
     mesh = make_mesh(config.mesh)
+    check_rows(config, mesh)
     problems, _ = data.problems(config.data)
     steps = config.steps or data.steps_of(len(problems), batch=config.rollout.prompts, epochs=config.epochs)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), rewards.open_custom(config.reward) as custom:
         with guard.memory("load"):
             agents = [
                 policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))
@@ -87,11 +94,12 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
             store.set_aside(after=mark.step)
             run.say(f"{len(problems)} problems, {long} with a long prompt left out; steps {mark.step + 1} to {steps}")
             evaluated = partial(_evaluated, agents, held_out, grader, run, watch)
+            verdicts = partial(judge, grader=grader, config=config.reward, custom=custom, say=run.say)
             ability = Ability(mark.history)
             try:
                 mark = evaluated(mark)
                 for step in range(mark.step + 1, steps + 1):
-                    ability = train_step(next(batches), step, agents, ability, grader, config, run, watch)
+                    ability = train_step(next(batches), step, agents, ability, verdicts, config, run, watch)
                     due = _due(config.eval.every, step) or (step == steps and config.eval.after)
                     mark = resuming.Mark(step, ability.history, batches.get_state(), not due, dict(watch.skipped))
                     run.progress(step)
@@ -107,11 +115,11 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     return Summary(folder, steps)
 
 
-def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], ability: Ability, grader: Grader,
+def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], ability: Ability, judge: Judge,
                config: Config, run: metrics.Run, watch: guard.Watch) -> Ability:  # fmt: skip
     """One step of Algorithm 1: all agents answer, the verifier judges once, every answer trains every agent."""
     page = journal.Page(step, agents, problems, watch)
-    rollouts, text, reward, verdicts = ask(problems, step, agents, grader, config.objective, page, run)
+    rollouts, text, reward, verdicts = ask(problems, step, agents, judge, config.objective, page, run)
     scores = [  # before any agent's first update
         page.timed("score", agent, agent.score, problems, own) for agent, own in zip(agents, rollouts, strict=True)
     ]
@@ -136,7 +144,7 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
 
 
 def ask(
-    problems: Sequence[Problem], step: int, agents: Sequence[Agent], grader: Grader, objective: ObjectiveConfig,
+    problems: Sequence[Problem], step: int, agents: Sequence[Agent], judge: Judge, objective: ObjectiveConfig,
     page: journal.Page, run: metrics.Run,
 ) -> tuple[list[Rollouts], list[tuple[str, ...]], np.ndarray, list[Verdict]]:  # fmt: skip
     """Every agent's rollouts with their text, rewards [n, N] and verdicts (agent by agent).
@@ -147,8 +155,8 @@ def ask(
     attempt = 0
     while True:
         text = [agent.text(own) for agent, own in zip(agents, rollouts, strict=True)]
-        reward, verdicts = page.timed("verify", None, judge, problems, text, grader)
-        spread = np.ptp(reward.reshape(len(agents), len(problems), -1), axis=(0, 2))  # [B]
+        reward, verdicts = page.timed("verify", None, judge, problems, rollouts, text)
+        spread = rewards.spread(reward.reshape(len(agents), len(problems), -1))  # [B]
         again = groups.resample(spread > hacpo.UNIFORM_TOLERANCE, attempt, objective)
         if again.message:
             run.say(f"step {step}: {again.message}")
@@ -161,13 +169,25 @@ def ask(
 
 
 def judge(
-    problems: Sequence[Problem], text: Sequence[Sequence[str]], grader: Grader
-) -> tuple[np.ndarray, list[Verdict]]:
-    """Rewards [n, N] float64, and the verdicts agent by agent: all answers of the step in one go."""
+    problems: Sequence[Problem], rollouts: Sequence[Rollouts], text: Sequence[Sequence[str]], *, grader: Grader,
+    config: RewardConfig, custom: Sequence[rewards.CustomReward], say: Callable[[str], None],
+) -> tuple[np.ndarray, list[Verdict]]:  # fmt: skip
+    """Rewards [n, N] float64 (NaN: not scorable), and the verdicts agent by agent: all answers of the step in one go.
+
+    The reward is the same for every learner. Lengths are tokens of the agent that answered, the final EOS included.
+    """
     samples = len(text[0]) // len(problems)
-    golds = [problem.gold for problem in problems for _ in range(samples)] * len(text)
-    verdicts = hosts.spread(Verdict, grader.grade, golds, [answer for answers in text for answer in answers])
-    return np.asarray([float(verdict.correct) for verdict in verdicts]).reshape(len(text), -1), verdicts
+    asked = [problem for problem in problems for _ in range(samples)] * len(text)
+    answers = [answer for own in text for answer in own]
+    verdicts = hosts.spread(Verdict, grader.grade, [problem.gold for problem in asked], answers)
+    found = None
+    if jax.process_index() == 0:  # one host calls the custom functions, with the whole batch, and tells the others
+        lengths = np.concatenate(jax.device_get([own.length for own in rollouts])).tolist()
+        found = rewards.reward(config, asked, answers, verdicts, lengths, custom)
+        for function in custom:
+            function.tell(say)
+    found = hosts.gather("rewards", found)[0]
+    return np.asarray(found, np.float64).reshape(len(text), -1), verdicts  # None becomes NaN
 
 
 def readable(problems: Sequence[Problem], agents: Sequence[Agent]) -> tuple[list[Problem], int]:

@@ -15,6 +15,7 @@ from hacrl_jax import archive, diagnostics, exchange, guard, metrics
 from hacrl_jax.agent import Agent
 from hacrl_jax.exchange import Dropped, sources
 from hacrl_jax.learner import Outcome
+from hacrl_jax.tasks import rewards
 from hacrl_jax.tasks.verify import Verdict
 from hacrl_jax.types import Buffer, Minibatch, Problem, Rollouts
 
@@ -71,12 +72,14 @@ class Page:
         own = buffer.rollouts[agent.index]
         seen = np.asarray(buffer.reward)[list(sources(len(self.agents), agent.index, agent.config.objective))]
         length, stopped = jax.device_get((own.length, own.stopped))
-        groups = seen.reshape(len(seen), len(self.problems), -1)
-        spread = groups.max(axis=(0, 2)) - groups.min(axis=(0, 2))
+        spread = rewards.spread(seen.reshape(len(seen), len(self.problems), -1))
+        earned = np.asarray(buffer.reward[agent.index], np.float64)
+        scored = earned[~np.isnan(earned)]
         clocks = {f"time/{phase}": value for (phase, name), value in self.seconds.items() if name in (agent.name, None)}
         return {
             "step": self.step, "agent": agent.name,
-            "reward": np.nanmean(buffer.reward[agent.index]), "capability": capability[agent.index],
+            "reward": scored.mean() if scored.size else np.nan, "unscorable": earned.size - scored.size,
+            "capability": capability[agent.index],
             "response_length": length.mean(), "stop_rate": stopped.mean(), "truncated": int((~stopped).sum()),
             "dropped": sum(sum(lost) for lost in dropped),
             "dropped/lossy": sum(lost.lossy for lost in dropped),

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from hacrl_jax.config import CustomRewardConfig, LengthRewardConfig, RewardConfig
 from hacrl_jax.tasks.verify import Verdict, boxes, extract
@@ -76,6 +78,13 @@ def well_formed(response: str) -> bool:
     return not isinstance(extract(response), Verdict) and len(boxes(response.rpartition("</think>")[2])) == 1
 
 
+def spread(reward: np.ndarray) -> np.ndarray:
+    """How far the rewards to one prompt lie apart: [n, B, G] -> [B]. NaNs leave it; 0 where all are NaN."""
+    known = ~np.isnan(reward)
+    high, low = np.where(known, reward, -np.inf).max(axis=(0, 2)), np.where(known, reward, np.inf).min(axis=(0, 2))
+    return np.where(known.any(axis=(0, 2)), high - low, 0.0)
+
+
 def shortness(config: LengthRewardConfig, response: str, tokens: int) -> float:
     """0 up to ``free``, then falling to -1 at ``limit``, in the configured unit."""
     length = tokens if config.unit == "tokens" else len(response)
@@ -104,6 +113,12 @@ class CustomReward:
     def __exit__(self, *_exception: object) -> None:
         self._end()
         self._folder.cleanup()
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Say the warnings since the last time."""
+        for line in self.warnings:
+            say(f"warning: {line}")
+        self.warnings.clear()
 
     def scores(self, batch: list[dict[str, object]]) -> list[Score]:
         """One score per row. A failure raises UserError, or is a warning and None for all rows under ``drop``."""

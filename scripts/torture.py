@@ -56,6 +56,7 @@ def child(folder: Path, resume: bool, moment: Moment) -> None:
     from hacrl_jax import checkpoint, journal
     from hacrl_jax.algorithm import train
     from hacrl_jax.config import resolve
+    from hacrl_jax.types import UserError
 
     where = os.open(folder / "where", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     left = moment.get("after", 0)
@@ -86,7 +87,11 @@ def child(folder: Path, resume: bool, moment: Moment) -> None:
 
     journal.Page.timed, checkpoint.Store.save = watched, saved
     settings = json.loads((folder / "config.json").read_text())
-    train(resolve(settings), resume=resume, show=False)
+    try:
+        train(resolve(settings), resume=resume, show=False)
+    except UserError as error:  # as the command line does
+        print(error)
+        sys.exit(getattr(error, "status", 2))
 
 
 def run(folder: Path, resume: bool = False, moment: Moment | None = None) -> tuple[int, float, str]:

@@ -1,5 +1,6 @@
 """Every end of a run that cannot go on: in bounded time, with its own status and one line."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hacrl_jax import archive, guard
+from hacrl_jax import archive, cli, guard
 from hacrl_jax.config import GuardConfig
 from hacrl_jax.types import UserError
 
@@ -158,3 +159,24 @@ def test_the_stuck_clock_starts_anew_at_every_sign_of_life(tmp_path):
         first = (tmp_path / "stacks.txt").read_text()
         time.sleep(0.6)
         assert (tmp_path / "stacks.txt").read_text() == first  # once for each silence
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (guard.Stop("SIGTERM: saved after step 3"), 75, "stopped: SIGTERM: saved after step 3"),
+        (guard.NotFinite("agent a"), 77, "error: agent a"),
+        (guard.NoMemory("update"), 78, "error: update"),
+        (UserError("a mistake"), 2, "error: a mistake"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: the disk is full (No space left on device: "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_command_line_tells_a_scheduler_how_a_run_ended(monkeypatch, capsys, error, status, line):
+    def ended(*_, **__) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", ended)
+    assert cli._run([]) == status
+    said = capsys.readouterr().err
+    assert said.startswith(line) and said.count("\n") == 1

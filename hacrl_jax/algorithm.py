@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from hacrl_jax import agent as policy
-from hacrl_jax import checkpoint, exchange, groups, guard, hacpo, hosts, journal, measure, metrics, resuming, tokenizer
+from hacrl_jax import checkpoint, evaluate, exchange, groups, guard, hacpo, hosts, journal, metrics, resuming, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig, RewardConfig
 from hacrl_jax.sharding import check_rows, make_mesh
@@ -210,11 +210,11 @@ def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.
     return checkpoint.Store(resuming.place(config, folder), config.checkpoint, write=write)
 
 
-def _evaluated(agents: Sequence[Agent], held_out: measure.HeldOut, grader: Grader, run: metrics.Run, watch: guard.Watch,
+def _evaluated(agents: Sequence[Agent], held_out: evaluate.HeldOut, grader: Grader, run: metrics.Run, watch: guard.Watch,
                mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
     """Do the evaluation that is due at a mark."""
     if not mark.evaluated:
-        measure.all_agents(agents, held_out, grader, mark.step, run, watch)
+        evaluate.all_agents(agents, held_out, grader, mark.step, run, watch)
     return replace(mark, evaluated=True)
 
 

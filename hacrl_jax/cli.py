@@ -86,11 +86,11 @@ def eval_command(
 
     run = target if target.is_dir() else None
     config = load(target / "config.yaml" if run else target, overrides or [])
-    from hacrl_jax import measure, resuming
+    from hacrl_jax import evaluate, resuming
 
     found, answers = [], []
     place = resuming.place(config, run) if run else None
-    for row, graded in measure.evaluate(config, place, lambda line: typer.echo(line, err=True)):
+    for row, graded in evaluate.evaluate(config, place, lambda line: typer.echo(line, err=True)):
         found.append(row)
         answers += [item for group in graded for item in group]
     if to:

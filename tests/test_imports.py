@@ -15,7 +15,7 @@ LEVELS = (
     {"types", "presets", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "hosts", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "checkpoint", "archive", "guard", "mirror", "packing"},
-    {"agent", "evaluate", "journal", "resuming", "measure"},
+    {"agent", "measures", "results", "evaluate", "journal", "resuming"},
     {"algorithm", "plan", "replay", "report", "serving"},
     {"cli"},
 )

@@ -210,8 +210,8 @@ def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.
     return checkpoint.Store(resuming.place(config, folder), config.checkpoint, write=write)
 
 
-def _evaluated(agents: Sequence[Agent], held_out: evaluate.HeldOut, grader: Grader, run: metrics.Run, watch: guard.Watch,
-               mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
+def _evaluated(agents: Sequence[Agent], held_out: evaluate.HeldOut, grader: Grader, run: metrics.Run,
+               watch: guard.Watch, mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
     """Do the evaluation that is due at a mark."""
     if not mark.evaluated:
         evaluate.all_agents(agents, held_out, grader, mark.step, run, watch)

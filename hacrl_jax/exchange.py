@@ -17,17 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from hacrl_jax import groups, hacpo, tokenizer
+from hacrl_jax import diagnostics, groups, hacpo, tokenizer
 from hacrl_jax.config import Config, ObjectiveConfig
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Buffer, Minibatch, Rollouts, UserError
 
 
-class Dropped(NamedTuple):
-    """Why responses of one source did not reach one learner; counts."""
+class Crossing(NamedTuple):
+    """What became of one source's responses on their way to one learner."""
 
-    lossy: int = 0  # the learner's tokens do not decode to the source's text
-    too_long: int = 0  # more tokens than the learner's max_response
+    lossy: int = 0  # dropped: the learner's tokens do not decode to the source's text
+    too_long: int = 0  # dropped: more tokens than the learner's max_response
+    inflation: float = 1.0  # the learner's tokens over the source's, of what got through
+
+    @property
+    def dropped(self) -> int:
+        return self.lossy + self.too_long
 
 
 @struct.dataclass
@@ -51,14 +56,14 @@ def share(rollouts: Sequence[Rollouts], scores: Sequence[Array], reward: np.ndar
 
 
 def view(buffer: Buffer, prompts: Array, prompt_length: Array, learner: int, tokenizers: Sequence[Tokenizer],
-         capability_ratio: Array, objective: ObjectiveConfig) -> tuple[Minibatch, list[Dropped]]:  # fmt: skip
+         capability_ratio: Array, objective: ObjectiveConfig) -> tuple[Minibatch, list[Crossing]]:  # fmt: skip
     """All sequences that the learner trains on in this step, source by source, with its advantages.
 
     prompts [B, P] and prompt_length [B] are the learner's own rendering of the problems; capability_ratio [n] is
-    P_source / P_learner. Row s * N + i is sample i of sources(...)[s]. Dropped rows have valid False. Dropped[s] counts
-    what did not get through from that source.
+    P_source / P_learner. Row s * N + i is sample i of sources(...)[s]. Dropped rows have valid False. The s-th Crossing
+    says what did not get through from that source.
     """
-    parts, dropped = [], []
+    parts, crossings = [], []
     chosen = sources(len(buffer.rollouts), learner, objective)
     for j in chosen:
         rollout = buffer.rollouts[j]
@@ -68,19 +73,29 @@ def view(buffer: Buffer, prompts: Array, prompt_length: Array, learner: int, tok
                 rollout, buffer.score[j], prompts, prompt_length, final_eos, eos=objective.eos,
                 sampler_is_source=objective.source_logprob == "sampler",
             ))  # fmt: skip
-            dropped.append(Dropped())
+            crossings.append(Crossing())
         else:
             pair = tokenizers[j], tokenizers[learner]
-            rows, lost = other_tokenizer_rows(buffer, j, prompts, prompt_length, *pair, objective)
+            rows, crossing = other_tokenizer_rows(buffer, j, prompts, prompt_length, *pair, objective)
             parts.append(rows)
-            dropped.append(lost)
+            crossings.append(crossing)
     reward = jnp.stack([buffer.reward[j] for j in chosen])
     fates = [(buffer.rollouts[j].length, buffer.rollouts[j].stopped) for j in chosen]
     rows = assemble(
         tuple(parts), reward, fates, capability_ratio, prompts=prompts.shape[0],
         responses=buffer.rollouts[0].response.shape[1], chosen=chosen, learner=learner, objective=objective,
     )  # fmt: skip
-    return rows, dropped
+    return rows, crossings
+
+
+def check(tokenizers: Sequence[Tokenizer], objective: ObjectiveConfig) -> None:
+    """Raise UserError for settings that these tokenizers cannot serve."""
+    differ = len({tok.fingerprint for tok in tokenizers}) > 1
+    if differ and objective.cross == "naive" and objective.ratio == "token":
+        raise UserError(
+            "objective: cross naive with ratio token needs a source log-prob for each of the learner's tokens, which "
+            "agents of different tokenizers do not have; set objective.ratio=sequence"
+        )
 
 
 def sources(n: int, learner: int, objective: ObjectiveConfig) -> tuple[int, ...]:
@@ -120,7 +135,7 @@ def same_tokenizer_rows(
 
 
 def other_tokenizer_rows(buffer: Buffer, j: int, prompts: Array, prompt_length: Array, source: Tokenizer,
-                         learner: Tokenizer, objective: ObjectiveConfig) -> tuple[Rows, Dropped]:  # fmt: skip
+                         learner: Tokenizer, objective: ObjectiveConfig) -> tuple[Rows, Crossing]:  # fmt: skip
     """Rows of a source with other tokens: its ids are decoded and encoded again on the host.
 
     A response that does not come back character for character, or is longer than R tokens, is dropped and counted
@@ -151,7 +166,8 @@ def other_tokenizer_rows(buffer: Buffer, j: int, prompts: Array, prompt_length: 
     known = rollouts.logprob if objective.source_logprob == "sampler" else buffer.score[j]
     rows = _text_rows(prompts, prompt_length, response, scored, valid, known, rollouts.length, rollouts.stopped,
                       eos=objective.eos)  # fmt: skip
-    return rows, Dropped(lossy, too_long)
+    sent = scored_lengths(rollouts.length, rollouts.stopped, objective.eos)
+    return rows, Crossing(lossy, too_long, float(diagnostics.token_inflation(scored, sent, valid)))
 
 
 @partial(jax.jit, static_argnames="eos")

@@ -13,7 +13,7 @@ import numpy as np
 
 from hacrl_jax import archive, diagnostics, exchange, guard, metrics
 from hacrl_jax.agent import Agent
-from hacrl_jax.exchange import Dropped, sources
+from hacrl_jax.exchange import Crossing, sources
 from hacrl_jax.learner import Outcome
 from hacrl_jax.tasks import rewards
 from hacrl_jax.tasks.verify import Verdict
@@ -66,11 +66,12 @@ class Page:
                     "tokens": length[i], "finish": "stop" if stopped[i] else "length",
                 }  # fmt: skip
 
-    def row(self, agent: Agent, buffer: Buffer, capability: np.ndarray, dropped: Sequence[Dropped],
+    def row(self, agent: Agent, buffer: Buffer, capability: np.ndarray, crossings: Sequence[Crossing],
             outcomes: Sequence[Outcome]) -> dict[str, Any]:  # fmt: skip
         """The metrics of one agent's step; docs/metrics.md says what each key means."""
         own = buffer.rollouts[agent.index]
-        seen = np.asarray(buffer.reward)[list(sources(len(self.agents), agent.index, agent.config.objective))]
+        chosen = sources(len(self.agents), agent.index, agent.config.objective)
+        seen = np.asarray(buffer.reward)[list(chosen)]
         length, stopped = jax.device_get((own.length, own.stopped))
         spread = rewards.spread(seen.reshape(len(seen), len(self.problems), -1))
         earned = np.asarray(buffer.reward[agent.index], np.float64)
@@ -81,9 +82,10 @@ class Page:
             "reward": scored.mean() if scored.size else np.nan, "unscorable": earned.size - scored.size,
             "capability": capability[agent.index],
             "response_length": length.mean(), "stop_rate": stopped.mean(), "truncated": int((~stopped).sum()),
-            "dropped": sum(sum(lost) for lost in dropped),
-            "dropped/lossy": sum(lost.lossy for lost in dropped),
-            "dropped/too_long": sum(lost.too_long for lost in dropped),
+            "dropped": sum(crossing.dropped for crossing in crossings),
+            "dropped/lossy": sum(crossing.lossy for crossing in crossings),
+            "dropped/too_long": sum(crossing.too_long for crossing in crossings),
+            **{f"edge/{j}/inflation": crossings[s].inflation for s, j in enumerate(chosen) if j != agent.index},
             "groups_without_signal": (spread <= 1e-6).mean(),
             **_learning(outcomes, agent, len(self.agents)),
             **clocks, "tokens_per_second": length.sum() / self.seconds["generate", agent.name],

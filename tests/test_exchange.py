@@ -135,7 +135,7 @@ def test_a_view_in_another_tokenizer_decodes_to_the_sources_text(tokenizers):
     buffer = exchange.share([wide, wide], [wide.logprob] * 2, np.zeros((2, len(lines))), [tuple(lines)] * 2)
     prompts, length = jnp.asarray([[3, 4, 5]], jnp.int32), jnp.asarray([3], jnp.int32)
     rows, lost = exchange.other_tokenizer_rows(buffer, 0, prompts, length, qwen, llama, ObjectiveConfig())
-    assert lost == exchange.Dropped()
+    assert lost.dropped == 0 and lost.inflation == rows.scored_length.sum() / own.length.sum()
     for i, line in enumerate(lines):
         ids = rows.tokens[i, 3 : 3 + int(rows.scored_length[i])].tolist()
         assert ids[-1] == llama.eos[0]
@@ -151,10 +151,10 @@ def test_what_does_not_fit_is_dropped_or_cut_and_counted(tokenizers):
     buffer = exchange.share([own, own], [own.logprob] * 2, np.zeros((2, 2)), [tuple(lines)] * 2)
     arguments = (buffer, 0, jnp.zeros((1, 3), jnp.int32), jnp.asarray([3]), llama, qwen)
     rows, lost = exchange.other_tokenizer_rows(*arguments, ObjectiveConfig())
-    assert lost == exchange.Dropped(too_long=1)
+    assert (lost.lossy, lost.too_long, lost.inflation) == (0, 1, 1.0)
     assert rows.valid.tolist() == [True, False]
     rows, lost = exchange.other_tokenizer_rows(*arguments, ObjectiveConfig(cross_too_long="truncate"))
-    assert lost == exchange.Dropped()
+    assert lost.dropped == 0
     assert rows.scored_length.tolist()[1] == own.response.shape[1]
 
 

@@ -75,6 +75,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
             agents = [
                 policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))
             ]
+        exchange.check([agent.tokenizer for agent in agents], config.objective)
         initial = resuming.first_weights(agents)
         held_out = [(settings, data.problems(settings.data)[0]) for settings in config.eval.sets]
         problems, long = readable(problems, agents)
@@ -129,7 +130,7 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
     buffer = exchange.share(rollouts, scores, reward, text)
     page.keep(run, buffer, reward, verdicts)  # on disk before any update
     for agent in agents:
-        rows, dropped = page.timed(
+        rows, crossings = page.timed(
             "exchange", agent, exchange.view, buffer, *agent.prompts(problems), agent.index,
             [other.tokenizer for other in agents], ratio[agent.index], config.objective,
         )  # fmt: skip
@@ -139,7 +140,7 @@ def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], 
         ]
         agent.sync()
         page.guard(agent, rows, outcomes)
-        run.log(page.row(agent, buffer, capability, dropped, outcomes))
+        run.log(page.row(agent, buffer, capability, crossings, outcomes))
     return ability
 
 

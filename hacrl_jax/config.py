@@ -331,19 +331,28 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise UserError(f"config file {path} does not exist")
     try:
         tree = OmegaConf.load(path)
-        pairs = [override.partition("=") for override in overrides]
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+    return override(tree, overrides, where=str(path))
+
+
+def override(raw: Any, overrides: list[str] | tuple[str, ...], where: str = "config") -> Config:
+    """``load`` for a config that is in memory already: a dict, or OmegaConf's tree."""
+    try:
+        tree = OmegaConf.create(raw)
+        pairs = [each.partition("=") for each in overrides]
         for key, equals, value in sorted(pairs, key=lambda pair: pair[0] != "preset"):
             if not equals or not key:
                 raise UserError(f"override {key + equals + value!r} is not of the form key=value")
             if key == "preset":
-                tree = OmegaConf.merge(tree, _presets(_yaml_value(value)["value"], str(path)))
+                tree = OmegaConf.merge(tree, _presets(_yaml_value(value)["value"], where))
             OmegaConf.update(tree, key, OmegaConf.create({"value": None} | _yaml_value(value)).value, force_add=True)
         raw = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: a config is a mapping of keys, not a {type(raw).__name__}")
-    return resolve(raw, where=str(path))
+        raise UserError(f"{where}: a config is a mapping of keys, not a {type(raw).__name__}")
+    return resolve(raw, where=where)
 
 
 def resolve(raw: dict[str, Any], where: str = "config") -> Config:

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from hacrl_jax.types import Buffer, Problem, Rollouts, UserError
 
-FORMAT = "1"
+FORMAT = 1
 
 
 def write(path: Path, step: int, problems: Sequence[Problem], buffer: Buffer, reward: np.ndarray) -> None:
@@ -83,7 +83,8 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     host = {key: np.ascontiguousarray(x) for key, x in arrays.items()}
-    content = save(host, metadata={"format": FORMAT, "facts": json.dumps(facts, ensure_ascii=False)})
+    # One entry: safetensors writes several in an order that changes from run to run.
+    content = save(host, metadata={"facts": json.dumps({"format": FORMAT, **facts}, ensure_ascii=False)})
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

@@ -113,7 +113,7 @@ def test_updates_without_a_finite_loss_are_counted_across_steps(tmp_path):
         again.finite("a", 2, [True, False], batch)
     (file,) = (tmp_path / "nonfinite").iterdir()
     arrays, facts = archive.read_arrays(file)
-    assert str(file) in str(raised.value) and facts == {"step": 2, "agent": "a", "update": 0}
+    assert str(file) in str(raised.value) and facts.items() >= {"step": 2, "agent": "a", "update": 0}.items()
     assert np.array_equal(arrays["tokens"], [[0, 1, 2], [3, 4, 5]]) and set(arrays) == {"tokens", "valid"}
 
 

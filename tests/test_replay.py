@@ -36,6 +36,9 @@ def buffer(seed: int = 0) -> tuple[Buffer, np.ndarray]:
 def test_a_buffer_comes_back_bit_by_bit(tmp_path):
     written, reward = buffer()
     archive.write(tmp_path / archive.name(3), 3, PROBLEMS, written, reward)
+    content = (tmp_path / archive.name(3)).read_bytes()
+    archive.write(tmp_path / archive.name(3), 3, PROBLEMS, written, reward)
+    assert (tmp_path / archive.name(3)).read_bytes() == content
     problems, read, judged = archive.read(tmp_path / archive.name(3))
     assert problems == PROBLEMS and np.array_equal(judged, reward, equal_nan=True) and judged.dtype == np.float64
     assert jax.tree.structure(read) == jax.tree.structure(written)

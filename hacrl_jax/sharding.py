@@ -21,6 +21,7 @@ AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": ("data", "fsdp"),  # rows of a minibatch, decode slots
+    "replica": "data",  # devices with equal parameters
     "embed": "fsdp",  # the hidden axis of parameters: gathered layer by layer
     "vocab": "tensor",
     "heads": "tensor",
@@ -30,10 +31,11 @@ RULES: dict[str, str | tuple[str, ...]] = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with axes (data, fsdp, tensor) over all devices; one size may be -1 and takes what is left.
+    """A mesh with axes (data, fsdp, tensor). One size may be -1 and takes what the others leave; without one, a single
+    process may name fewer devices than there are, and gets the first.
 
     The axes are Auto: shardings are placed where arrays are made and propagated by the compiler. Raises UserError when
-    the sizes do not multiply to the number of devices.
+    the sizes do not make the devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [config.data, config.fsdp, config.tensor]
@@ -42,6 +44,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UserError(f"mesh: sizes {dict(zip(AXES, sizes, strict=True))} must be positive, at most one of them -1")
     if -1 in sizes:
         sizes[sizes.index(-1)] = len(devices) // known
+    elif jax.process_count() == 1:
+        devices = devices[:known]
     if math.prod(sizes) != len(devices):
         shape = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
         raise UserError(f"mesh: {shape} does not make the {len(devices)} devices of this machine")

@@ -21,6 +21,7 @@ from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Minibatch, Params, Problem, Rollouts
 
 PURPOSES = {"train": 0, "eval": 1}
+HOST, DEVICE = "pinned_host", "device"  # kinds of memory
 
 
 @dataclass
@@ -79,15 +80,16 @@ class Agent:
         """Log-probs [N, R] of its own responses under the current policy, in the rows and shapes of the updates."""
         prompts, prompt_length = self.prompts(problems)
         rows = exchange.own_rows(rollouts, prompts, prompt_length)
-        size = self.config.minibatch * self.config.rollout.samples
+        size, params = self.config.minibatch * self.config.rollout.samples, self.params
         scored = [
-            self.learner.score(self.state.params, exchange.take(rows, index))
+            self.learner.score(params, exchange.take(rows, index))
             for index in np.arange(rows.tokens.shape[0]).reshape(-1, size)
         ]
         return exchange.response_part(jnp.concatenate(scored), prompt_length, responses=rollouts.response.shape[1])
 
     def update(self, part: Minibatch, m: int) -> Outcome:
         """One optimizer update, number m of this step; what it tells stays on the device."""
+        self.state, self.reference = moved(self.state, DEVICE), moved(self.reference, DEVICE)
         if self.reference is not None:
             reference = self.learner.score(self.reference_params(), part)
             part = part.replace(reference_token_logprob=reference)
@@ -98,8 +100,24 @@ class Agent:
         return learner.combine(self.reference, self.state.frozen)
 
     def sync(self) -> None:
-        """Cast the learner's parameters into the sampler's old copy: once, after the updates of a step."""
-        self.sampler_params = self.engine.load_params(self.state.params, self.sampler_params)
+        """The end of a turn: cast the learner's parameters into the sampler's old copy, and make room (offload)."""
+        self.sampler_params = self.engine.load_params(self.params, self.sampler_params)
+        self.make_room()
+
+    @property
+    def params(self) -> Params:
+        """The learner's parameters, fetched to the device where they wait in host memory."""
+        return moved(self.state.params, DEVICE)
+
+    def make_room(self) -> None:
+        """Send to host memory what no other agent's turn needs, as `offload` says."""
+        match self.config.agents[self.index].offload:
+            case "none":
+                return
+            case "moments":
+                self.state = self.state.replace(moments=moved(self.state.moments, HOST))
+            case "all":
+                self.state, self.reference = moved(self.state, HOST), moved(self.reference, HOST)
 
 
 def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
@@ -109,25 +127,46 @@ def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
     graphdef, model, params = models.load(folder, mesh=mesh, lora=settings.lora)
     tok = tokenizer.load(folder, settings.prompt)
     dtype = compute_dtype(settings.dtype)
-    forward = learner.Forward(
-        graphdef, tok.vocab_size, config.rollout.temperature, dtype, settings.logprob_chunk,
-        config.rollout.max_response, settings.remat, settings.attention,
+    programs, engine = build(
+        config, index, graphdef, model, params, tok.vocab_size, tok.eos, dtype, mesh, total_updates
     )  # fmt: skip
-    programs = learner.build(forward, settings, config.objective, index, mesh, total_updates)
     state = programs.init(params)
-    engine = Engine(
-        graphdef, model, params, eos=tok.eos, vocab_size=tok.vocab_size, config=config.rollout, mesh=mesh, dtype=dtype,
-        axes=models.abstract(model, settings.lora)[2],
-    )  # fmt: skip
     reference = None
     if config.objective.kl_coefficient:
         # Under LoRA the initial policy is the base: its adapters are zero, and the base itself is shared.
         zeros = settings.lora is not None
         reference = jax.tree.map(lambda x: jnp.zeros_like(x) if zeros else jnp.array(x, dtype), state.trainable)
-    return Agent(
+    agent = Agent(
         settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, state,
         engine.load_params(params), reference,
     )  # fmt: skip
+    agent.make_room()
+    return agent
+
+
+def build(
+    config: Config, index: int, graphdef: Any, model: models.DecoderConfig, params: Params, vocab_size: int,
+    eos: tuple[int, ...], dtype: Any, mesh: Mesh, total_updates: int,
+) -> tuple[Learner, Engine]:  # fmt: skip
+    """The programs of an agent. Of params only shapes and shardings are read."""
+    settings = config.agents[index]
+    forward = learner.Forward(
+        graphdef, vocab_size, config.rollout.temperature, dtype, settings.logprob_chunk, config.rollout.max_response,
+        settings.remat, settings.attention,
+    )  # fmt: skip
+    programs = learner.build(forward, settings, config.objective, index, mesh, total_updates)
+    engine = Engine(
+        graphdef, model, params, eos=eos, vocab_size=vocab_size, config=config.rollout, mesh=mesh, dtype=dtype,
+        axes=models.abstract(model, settings.lora)[2],
+    )  # fmt: skip
+    return programs, engine
+
+
+def moved(tree: Any, kind: str) -> Any:
+    """A tree of arrays in another kind of memory of the same devices; arrays that are there already are the same."""
+    return jax.tree.map(
+        lambda x: x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
+    )
 
 
 def compute_dtype(name: str) -> Any:

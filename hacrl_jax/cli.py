@@ -134,6 +134,33 @@ def replay(
     raise typer.Exit(0 if overrides or all(one.exact for one in found) else 1)
 
 
+@app.command()
+def plan(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file such as configs/paper/*.yaml.")],
+    overrides: Overrides = None,
+    topology: Annotated[str, typer.Option(help="v5e, v5p or v6e with a shape, such as v5p:2x2x2.")] = "v5e:4x4",
+    analytic: Annotated[bool, typer.Option("--analytic", help="Estimate, even where libtpu could compile.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a run fits a TPU topology, before anyone rents it.
+
+    Compiles update, score, prefill and decode of every agent for the topology (minutes each, on a CPU machine with
+    libtpu: pip install 'hacrl_jax[tpu]'; answers are kept in ~/.cache/hacrl_jax/plan) and prints the bytes per chip of
+    every phase of the loop. Without libtpu, an estimate. Status 1 when it does not fit.
+
+    Example: hacrl plan configs/paper/qwen3_4b_and_8b.yaml --topology v5e:4x4 rollout.slots=32
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the TPU is only described
+    from hacrl_jax import plan as room
+    from hacrl_jax.config import load
+    from hacrl_jax.metrics import to_json
+
+    say = (lambda _: None) if as_json else (lambda line: print(line, file=sys.stderr))
+    found = room.plan(load(config, overrides or []), topology, analytic=analytic, say=say)
+    typer.echo(to_json(room.record(found)) if as_json else room.table(found))
+    raise typer.Exit(0 if found.fits else 1)
+
+
 @app.command(name="report")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],

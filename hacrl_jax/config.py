@@ -74,6 +74,7 @@ class AgentConfig(Strict):
     logprob_chunk: Positive = 1024  # tokens whose logits exist at one time
     remat: Literal["none", "dots", "full", "offload"] = "none"
     attention: Literal["xla", "splash"] = "xla"
+    offload: Literal["none", "moments", "all"] = "none"  # waits in host memory while other agents have their turn
 
 
 class ArithmeticConfig(Strict):

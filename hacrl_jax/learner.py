@@ -90,14 +90,17 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
 
     def abstract(params: Params) -> LearnerState:
         state = jax.eval_shape(fresh, params)
-        places = jax.tree.map(lambda leaf: leaf.sharding, split(params)[0])
-        everywhere = lambda _: replicated(mesh)  # noqa: E731
-        moments = optax.tree.map_params(
-            optimizer, lambda _, place: place, state.moments, places, transform_non_params=everywhere
-        )
+        trainable, frozen = split(params)
         at = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
-        moments = jax.tree.map(at, state.moments, moments)
-        return LearnerState(*split(params), moments, at(state.updates, replicated(mesh)))
+        beside = lambda part: jax.tree.structure(part) == jax.tree.structure(trainable)  # noqa: E731
+
+        def place(part: Any) -> Any:  # moments lie beside their parameters, counts everywhere
+            if beside(part):
+                return jax.tree.map(lambda leaf, own: at(leaf, own.sharding), part, trainable)
+            return at(part, replicated(mesh))
+
+        moments = jax.tree.map(place, state.moments, is_leaf=beside)
+        return LearnerState(trainable, frozen, moments, at(state.updates, replicated(mesh)))
 
     def init(params: Params) -> LearnerState:
         # Moments are made where they will lie: twice as large as the parameters, they may not fit on one device.

@@ -25,7 +25,7 @@ from hacrl_jax.types import Problem, UserError
 FREE = (
     "name", "runs", "preset", "eval", "checkpoint", "journal", "guard", "hosts", "verifier.workers",
     "verifier.deadline", "verifier.memory_mb", "verifier.max_error_share", "agents.*.model", "agents.*.revision",
-    "data",
+    "agents.*.offload", "data",
 )  # fmt: skip
 # Keys that change the order of additions: the same run up to the last bits.
 ROUNDING = (
@@ -175,7 +175,7 @@ def saved(agent: Agent) -> Any:
 
 def first_weights(agents: Sequence[Agent]) -> dict[str, str]:
     """Fingerprints of the weights that agents start from; to be taken before any update or restore."""
-    return {agent.name: checkpoint.fingerprint(agent.state.params) for agent in agents}
+    return {agent.name: checkpoint.fingerprint(agent.params) for agent in agents}
 
 
 def reading(agent: Agent, problems: Sequence[Problem]) -> str:

@@ -13,8 +13,8 @@ PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "presets", "config", "metrics"},
-    {"hacpo", "diagnostics", "groups", "hosts", "sharding", "tokenizer", "tasks", "models"},
-    {"sampler", "learner", "exchange", "checkpoint", "archive", "guard", "mirror", "packing"},
+    {"hacpo", "diagnostics", "groups", "hosts", "topology", "sharding", "tokenizer", "tasks", "models"},
+    {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
     {"algorithm", "plan", "replay", "report", "serving"},
     {"cli"},

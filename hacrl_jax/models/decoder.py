@@ -149,7 +149,9 @@ class Decoder(nnx.Module):
             x, kv = nnx.merge(block, params)(x, cos, sin, attention)
             return _on_batch(x), kv
 
-        x = _on_batch(self.embed[...][tokens].astype(dtype))  # [B, T, D]
+        # Looked up where each part of the hidden axis lies, then exchanged for whole rows: no device holds the table.
+        x = sharding.constrain(self.embed[...][tokens], "replica", None, "embed")
+        x = _on_batch(x.astype(dtype))  # [B, T, D]
         if unstacked is None:
             x, kv = jax.lax.scan(_remat(body, remat), x, (nnx.to_pure_dict(stacked), cache))
         else:
@@ -270,13 +272,8 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _on_batch(x: Array) -> Array:
-    """Keep activations split by rows, where a mesh is set (jax.set_mesh): else fsdp's split of the parameters' hidden
-    axis would spread to them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    place = sharding.sharding(mesh, "batch", None, None, shape=x.shape)
-    return jax.lax.with_sharding_constraint(x, place)
+    """Keep activations split by rows: else fsdp's split of the parameters' hidden axis would spread to them."""
+    return sharding.constrain(x, "batch", None, None)
 
 
 def _remat(body: Any, policy: Remat) -> Any:

@@ -161,6 +161,51 @@ def plan(
     raise typer.Exit(0 if found.fits else 1)
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    agent: Annotated[str, typer.Option(help="Name of the agent.")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that does not exist yet.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint to take; default: the newest complete one.")] = None,
+) -> None:
+    """Write a trained agent as a Hugging Face folder that transformers, vLLM and others load.
+
+    Tensor names, dtypes and all other files are the model's own; low-rank updates are merged; README.md is a model
+    card. The folder appears complete or not at all.
+
+    Example: hacrl export runs/quickstart --agent ada --to ada
+    """
+    from hacrl_jax.export import export as run_export
+
+    done = run_export(run, agent, to, step=step, say=lambda line: typer.echo(line, err=True))
+    typer.echo(f"{done.agent} after step {done.step}: {done.folder}")
+
+
+@app.command()
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file such as configs/quickstart.yaml.")],
+    overrides: Overrides = None,
+    weights: Annotated[bool, typer.Option(help="Load every model in turn and run it once.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Examine a config before the run: models, memory, tokenizers of every pair, prompts, data.
+
+    Says for every pair of agents how much of a text sample survives the exchange and how its length grows. The last
+    line is the verdict; status 1 when the run would fail or be pointless.
+    """
+    from dataclasses import asdict
+
+    from hacrl_jax.config import load
+    from hacrl_jax.metrics import to_json
+
+    resolved = load(config, overrides or [])
+    from hacrl_jax import doctor as room
+
+    found = room.examine(resolved, weights=weights, say=lambda line: typer.echo(line, err=True))
+    typer.echo(to_json(asdict(found) | {"verdict": found.verdict}) if as_json else room.table(found))
+    raise typer.Exit(0 if found.healthy else 1)
+
+
 @app.command(name="report")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],

@@ -14,9 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "presets", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "hosts", "topology", "sharding", "tokenizer", "tasks", "models"},
-    {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing"},
+    {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing", "pairing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
-    {"algorithm", "plan", "replay", "report", "serving"},
+    {"algorithm", "doctor", "export", "plan", "replay", "report", "serving"},
     {"cli"},
 )
 ONLY = {  # rooms that know less than their level allows

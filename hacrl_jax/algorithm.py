@@ -82,7 +82,8 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
         batches = data.batches(problems, batch=config.rollout.prompts, seed=config.seed)
         mark = resuming.Mark(0, np.zeros((0, len(agents))), batches.get_state(), not config.eval.before, {})
         if resume:
-            mark = resuming.restore(checkpoints(config, folder, False), agents, initial, problems, say) or mark
+            with checkpoints(config, folder, write=False) as saved:
+                mark = resuming.restore(saved, agents, initial, problems, say) or mark
             batches.set_state(mark.data)
         run = metrics.Run.open(
             config, folder, total=steps, resume_step=(mark.step or -1) if resume else None, evaluated=mark.evaluated,

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_run
@@ -71,6 +72,21 @@ def test_checkpoints_elsewhere_are_named_after_the_run():
     assert resuming.place(here, Path("runs/x")) == str(Path("runs/x/checkpoints"))
     away = small_run.config(Path("runs"), checkpoint={"folder": "gs://bucket/all/"})
     assert resuming.place(away, Path("runs/x")) == "gs://bucket/all/x"
+
+
+def test_a_hub_model_is_pinned_to_its_commit_and_resumed_from_there(monkeypatch, tmp_path):
+    commit, folder = "a" * 40, tmp_path / "small"
+    models = {"qwen": {"model": "some/model"}}
+    monkeypatch.setattr(resuming.models, "resolve", lambda model, revision: tmp_path / "snapshots" / commit)
+    pinned = resuming.pin(small_run.config(tmp_path, agents=models))
+    assert pinned.agents[0].revision == commit
+    saved = {"config": pinned.model_dump(mode="json"), "machine": resuming.machine()}
+    with checkpoint.Store(folder / "checkpoints", CheckpointConfig()) as store:
+        store.save(1, {"qwen": {"x": jnp.zeros(3)}}, saved)
+    settled = resuming.settle(small_run.config(tmp_path, agents=models), folder, print)
+    assert settled.agents[0].revision == commit
+    newer = {"qwen": {"model": "some/model", "revision": "newer"}}  # wanted by name: the weights decide
+    assert resuming.settle(small_run.config(tmp_path, agents=newer), folder, print).agents[0].revision == "newer"
 
 
 def test_a_second_process_is_kept_out_of_a_run_folder(tmp_path):

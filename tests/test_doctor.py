@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hacrl_jax import config, doctor, pairing, tokenizer
+from hacrl_jax import cli, config, doctor, pairing, tokenizer
 from hacrl_jax.config import DataConfig, PromptConfig
 from hacrl_jax.models import tensors
 from hacrl_jax.tasks import data
@@ -161,3 +161,16 @@ def test_the_sample_without_solutions(tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     source = DataConfig(source=str(tmp_path / "d.jsonl"))
     assert pairing.sample(source, data.problems(source)[0]) == (["1+1?\n2"], "problems with their answers")
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(config.dump(settings("ada", "lima")))
+    for override, status in ("steps=3", 0), ("rollout.max_prompt=4", 1), ("rollout.max_prompt=x", 2):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor", str(tmp_path / "c.yaml"), override, "--no-weights", "--json"])
+        out, err = capsys.readouterr()
+        assert ended.value.code == status
+        if status == 2:
+            assert err.count("\n") == 1 and out == ""
+        else:
+            assert json.loads(out)["verdict"] == ("ready to train" if status == 0 else "not ready: 1 fault, 2 warnings")

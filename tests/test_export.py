@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hacrl_jax import agent as policy
-from hacrl_jax import checkpoint, config, export, models, resuming, sharding
+from hacrl_jax import checkpoint, cli, config, export, models, resuming, sharding
 from hacrl_jax.models import hf, tensors
 from hacrl_jax.types import UserError
 
@@ -232,3 +232,12 @@ def test_trained_agents_load_in_transformers_with_equal_logits(finished_run, tmp
             hidden, _ = models.apply(one.graphdef, one.params, tokens, jnp.arange(len(ids))[None])
             got = np.asarray(models.logits(one.params, hidden))[0]
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+def test_on_the_command_line(untouched, tmp_path, capsys):
+    for arguments, status in (["--agent", "full"], 0), (["--agent", "nobody"], 2), (["--agent", "full"], 2):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["export", str(untouched), *arguments, "--to", str(tmp_path / "out")])
+        out, err = capsys.readouterr()
+        assert ended.value.code == status
+        assert (out.startswith("full after step 1: ") and not err) if status == 0 else err.count("\n") == 1

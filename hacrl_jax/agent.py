@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from hacrl_jax.config import Config, EvalSet
 from hacrl_jax.learner import Learner, LearnerState, Outcome
 from hacrl_jax.sampler.engine import Engine
 from hacrl_jax.sampler.rollout import rollout
+from hacrl_jax.sampler.sampling import sampling
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Minibatch, Params, Problem, Rollouts
 
@@ -26,7 +27,7 @@ HOST, DEVICE = "pinned_host", "device"  # kinds of memory
 
 @dataclass
 class Agent:
-    """state and sampler_params are the only fields that change after ``create``."""
+    """state, sampler_params and longer are the only fields that change after ``create``."""
 
     name: str
     index: int
@@ -41,6 +42,7 @@ class Agent:
     state: LearnerState
     sampler_params: Params  # the compute-dtype copy that the engine reads
     reference: Params | None  # the initial policy in compute dtype; None when nothing reads it
+    longer: Engine | None = None  # made by the first evaluation with a longer max_response than training's
 
     def prompts(self, problems: Sequence[Problem]) -> tuple[Array, Array]:
         """The problems as this agent reads them: ([B, P] int32 right-padded, [B] lengths)."""
@@ -62,11 +64,33 @@ class Agent:
     def answer(self, problems: Sequence[Problem], settings: EvalSet, step: int, samples: int) -> Rollouts:
         """samples answers of each problem under an evaluation's sampling settings."""
         key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
+        longest = settings.max_response or self.config.rollout.max_response
         return rollout(
-            self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key, samples=samples,
-            temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p,
-            max_response=settings.max_response or self.config.rollout.max_response,
+            self._engine(longest), self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
+            samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p,
+            max_response=longest,
         )  # fmt: skip
+
+    def warm_up(self, evaluations: Sequence[EvalSet]) -> Iterator[str]:
+        """Compile what the sampler will need, so that nothing compiles later; yields the name of each program."""
+        choices = {"plain": sampling(self.config.rollout.temperature)}
+        for own in evaluations:
+            choice = sampling(own.temperature, own.top_p, own.top_k, own.min_p)
+            choices.setdefault(choice.mode, choice)
+        return self.engine.warm_up(self.sampler_params, tuple(choices.values()))
+
+    def _engine(self, max_response: int) -> Engine:
+        """The engine of training, or one with room for longer answers: an evaluation may allow them."""
+        if max_response <= self.config.rollout.max_response:
+            return self.engine
+        if self.longer is None or self.longer.config.max_response < max_response:
+            longer = self.config.rollout.model_copy(update={"max_response": max_response})
+            self.longer = Engine(
+                self.graphdef, self.model, self.params, eos=self.tokenizer.eos, vocab_size=self.tokenizer.vocab_size,
+                config=longer, mesh=self.mesh, dtype=self.engine.dtype,
+                axes=models.abstract(self.model, self.config.agents[self.index].lora)[2],
+            )  # fmt: skip
+        return self.longer
 
     def text(self, rollouts: Rollouts) -> tuple[str, ...]:
         """The responses as text, without the EOS that ended them: for verification, logs and other tokenizers."""

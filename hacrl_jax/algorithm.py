@@ -95,10 +95,14 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
         with run, Grader(config.verifier) as grader, watch, store:
             store.set_aside(after=mark.step)
             run.say(f"{len(problems)} problems, {long} with a long prompt left out; steps {mark.step + 1} to {steps}")
-            evaluated = partial(_evaluated, agents, held_out, grader, run, watch)
+            evaluated = partial(_evaluated, agents, held_out, grader, run, watch, steps)
             verdicts = partial(judge, grader=grader, config=config.reward, custom=custom, say=run.say)
             ability = Ability(mark.history)
             try:
+                for agent in agents:
+                    for program in agent.warm_up(config.eval.sets):
+                        run.progress(mark.step, f"{agent.name} compiles {program}")
+                        watch.beat()
                 mark = evaluated(mark)
                 for step in range(mark.step + 1, steps + 1):
                     ability = train_step(next(batches), step, agents, ability, verdicts, config, run, watch)
@@ -213,9 +217,12 @@ def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.
 
 
 def _evaluated(agents: Sequence[Agent], held_out: evaluate.HeldOut, grader: Grader, run: metrics.Run,
-               watch: guard.Watch, mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
-    """Do the evaluation that is due at a mark."""
+               watch: guard.Watch, steps: int, mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
+    """Do the evaluation that is due at a mark; the one after training may allow longer answers."""
     if not mark.evaluated:
+        longest = agents[0].config.eval.final_max_response if mark.step == steps else 0
+        if longest:
+            held_out = [(own.model_copy(update={"max_response": longest}), problems) for own, problems in held_out]
         evaluate.all_agents(agents, held_out, grader, mark.step, run, watch)
     return replace(mark, evaluated=True)
 

@@ -67,8 +67,8 @@ class Agent:
         longest = settings.max_response or self.config.rollout.max_response
         return rollout(
             self._engine(longest), self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
-            samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p,
-            max_response=longest,
+            samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+            min_p=settings.min_p, max_response=longest,
         )  # fmt: skip
 
     def warm_up(self, evaluations: Sequence[EvalSet]) -> Iterator[str]:

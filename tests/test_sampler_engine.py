@@ -108,8 +108,11 @@ def test_greedy_equals_transformers(three):
     found = sample(three, temperature=0.0, samples=1)
     for row in range(7):
         ids = torch.tensor(PROMPTS[row : row + 1, : LENGTHS[row]])
-        out = theirs.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=[3, 5], pad_token_id=0,
-                              suppress_tokens=list(range(VOCAB, 97)))[0, LENGTHS[row] :]  # fmt: skip
+        whole = torch.ones_like(ids)
+        out = theirs.generate(
+            ids, attention_mask=whole, do_sample=False, max_new_tokens=24, eos_token_id=[3, 5], pad_token_id=0,
+            suppress_tokens=list(range(VOCAB, 97)),
+        )[0, LENGTHS[row] :]  # fmt: skip
         np.testing.assert_array_equal(found.response[row, : int(found.length[row])], out)
 
 

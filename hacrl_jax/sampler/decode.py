@@ -153,11 +153,11 @@ def step(
     live = state.live
     is_eos = ends(eos, token)
     # A free slot writes too, always to the same entry: insert sets its length anew, and what lies above is never live.
-    slots = jnp.arange(token.shape[0])
+    # That the place depends on the token (no id is negative) tells XLA that the caches have been read by then: else it
+    # copies them all, in every step, so as to read the one while it writes the other.
+    slots, at = jnp.arange(token.shape[0]), jnp.where(token >= 0, state.length, state.window)
     cache = jax.tree.map(
-        lambda part, fresh: part.at[slots, state.length].set(fresh[:, 0].astype(part.dtype), mode="drop"),
-        state.cache,
-        new,
+        lambda part, fresh: part.at[slots, at].set(fresh[:, 0].astype(part.dtype), mode="drop"), state.cache, new
     )
     step = state.step + live
     state = state.replace(

@@ -70,40 +70,44 @@ def train(
 
 @app.command(name="eval")
 def eval_command(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A YAML file, or a run folder.")],
+    target: Annotated[str, typer.Argument(help="A run folder, model folder, hub id, YAML file or answers.jsonl.")],
     overrides: Overrides = None,
-    to: Annotated[Path | None, typer.Option(help="Write every graded answer to this JSONL file.")] = None,
+    on: Annotated[list[str] | None, typer.Option(help="Benchmark: file or data set id. Default: eval.sets.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Answers per problem; 0: 30 on AIME, else 1.")] = 0,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: 0 for 1 answer, 1.0 for several.")] = None,
+    max_response: Annotated[int, typer.Option(min=0, help="Tokens of an answer; 0 is the config's.")] = 0,
+    instruction: Annotated[str | None, typer.Option(help="Appended to questions. Default: the config's.")] = None,
+    agent: Annotated[list[str] | None, typer.Option(help="Only this agent; repeatable.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint of a run; default: the newest.")] = None,
+    at: Annotated[list[int] | None, typer.Option(min=1, help="k of pass, maj, best besides all answers.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Every graded answer, as JSONL; continued where it exists.")] = None,
+    against: Annotated[Path | None, typer.Option(help="answers.jsonl to compare with, problem by problem.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate agents on the sets of `eval.sets`: a config's as they are, a run's as its newest checkpoint has them.
+    """Evaluate agents on benchmarks: avg@k, pass@k, maj@k, best@k with 95% intervals, a table, the agents as a team.
 
-    Prints accuracy with its standard error over problems. Example, a run on another set:
+    TARGET is a run (at its newest checkpoint or --step), a model as it is, or a config's models as they are. With
+    answers.jsonl of an earlier call nothing is generated. An interrupted call with --to goes on where it stopped.
 
-    hacrl eval runs/mine 'eval.sets=[{data: {source: test.jsonl}, samples: 4, temperature: 1.0}]' --to answers.jsonl
+    hacrl eval runs/mine --on aime24.jsonl --on math500.jsonl --to after.jsonl --against before.jsonl
     """
-    from hacrl_jax.config import load
-    from hacrl_jax.metrics import to_json, write_atomic
+    from hacrl_jax import metrics, results
 
-    run = target if target.is_dir() else None
-    config = load(target / "config.yaml" if run else target, overrides or [])
-    from hacrl_jax import evaluate, resuming
+    before = results.collect(metrics.read(against)) if against else []
+    if target.endswith(".jsonl"):
+        answers = metrics.read(target)
+    else:
+        from hacrl_jax import evaluate
 
-    found, answers = [], []
-    place = resuming.place(config, run) if run else None
-    for row, graded in evaluate.evaluate(config, place, lambda line: typer.echo(line, err=True)):
-        found.append(row)
-        answers += [item for group in graded for item in group]
-    if to:
-        write_atomic(to, "".join(to_json(item) + "\n" for item in answers))
-    for row in found:
-        if as_json:
-            typer.echo(to_json(row))
-        else:
-            measures = [key for key in row if "@" in key and f"{key}/stderr" in row]
-            shown = "  ".join(
-                f"{key.removeprefix('eval/')} {row[key]:.3f} ± {row[key + '/stderr']:.3f}" for key in measures
-            )
-            typer.echo(f"{row['agent']}  step {row['step']}  {shown}")
+        config, checkpoints = evaluate.target(target, overrides or [])
+        asked = {"samples": samples, "temperature": temperature, "max_response": max_response}
+        sets = [evaluate.benchmark(config, source, instruction=instruction, **asked) for source in on or []]
+        answers = evaluate.evaluate(
+            evaluate.on(config, sets), checkpoints=checkpoints, step=step, to=to, agents=agent or [],
+            say=lambda line: typer.echo(line, err=True),
+        )  # fmt: skip
+    for line in results.told(results.collect(answers), before, at or [], as_json):
+        typer.echo(line)
 
 
 @app.command()
@@ -272,37 +276,41 @@ def grade(
 
 @data.command()
 def inspect(
-    source: Annotated[str, typer.Argument(help="`arithmetic`, a JSONL, JSON or Parquet file, or a hub data set id.")],
+    source: Annotated[
+        str, typer.Argument(help="`arithmetic`, a JSONL, JSON or Parquet file, a hub id; or a YAML file: all its sets.")
+    ],
     split: Annotated[str, typer.Option(help="Split of the source.")] = "train",
     subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Read only the first rows; 0 reads all.")] = 0,
     model: Annotated[list[str] | None, typer.Option(help="Model whose tokenizer measures prompts; repeatable.")] = None,
-    max_prompt: Annotated[int, typer.Option(min=1, help="Limit against which prompts are counted.")] = 1024,
+    config: Annotated[str | None, typer.Option(help="A YAML file whose agents measure prompts.")] = None,
+    max_prompt: Annotated[int, typer.Option(min=0, help="Prompts over it are counted; 0: the config's, or 1024.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
-    """Show how many problems a source gives, what was dropped and why, and how long the prompts are in tokens."""
-    from hacrl_jax.config import DataConfig, PromptConfig
+    """Show how many problems a source gives, what was dropped and why, and how long the prompts are in tokens.
+
+    hacrl data inspect configs/quickstart.yaml
+    hacrl data inspect problems.jsonl --config configs/quickstart.yaml --model Qwen/Qwen3-4B-Base
+    """
+    from hacrl_jax.config import DataConfig, PromptConfig, load
+    from hacrl_jax.metrics import to_json
     from hacrl_jax.tasks import data as tasks
+    from hacrl_jax.tasks import overview
 
-    config = DataConfig(source=source, split=split, subset=subset, limit=limit, allow_bad_rows=True)
-    problems, found = tasks.problems(config)
-    typer.echo(f"{found.source}: {found.rows} rows, {found.kept} problems")
-    for reason, rows in found.dropped.items():
-        typer.echo(f"dropped, {reason}: {len(rows)}")
-        for row in rows[:5]:
-            typer.echo(f"  {row}")
-    for role, content in problems[0].messages:
-        typer.echo(f"first problem, {role}: {content}")
-    typer.echo(f"first problem, gold: {problems[0].gold}")
-    for name in model or []:
-        from hacrl_jax import tokenizer
-        from hacrl_jax.models.hf import resolve
-
-        measure = tokenizer.load(resolve(name, None), PromptConfig())
-        lengths = sorted(len(tokenizer.render(measure, problem)) for problem in problems)
-        typer.echo(
-            f"prompt tokens for {name}: median {lengths[len(lengths) // 2]}, 95% {lengths[len(lengths) * 95 // 100]}, "
-            f"longest {lengths[-1]}; over {max_prompt}: {sum(length > max_prompt for length in lengths)}"
-        )
+    whole = source if source.endswith((".yaml", ".yml")) else config
+    settings = load(whole) if whole else None
+    sources = [DataConfig(source=source, split=split, subset=subset)]
+    if whole == source:
+        sources = [settings.data, *(each.data for each in settings.eval.sets)]
+    read = [(each.name, each.model, each.revision, each.prompt) for each in (settings.agents if settings else ())]
+    read += [(name, name, None, PromptConfig()) for name in model or []]
+    found = [tasks.inspect(each.model_copy(update={"limit": limit or each.limit})) for each in sources]
+    readers = overview.readers(read)
+    longest = max_prompt or (settings.rollout.max_prompt if settings else 1024)
+    for problems, report in found:
+        seen = overview.overview(problems, report, readers, longest)
+        for line in [to_json(seen)] if as_json else overview.text(seen):
+            typer.echo(line)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Estimators of evaluation: pure functions on arrays of graded answers, problems first.
+"""Measures of evaluation: pure functions on arrays of graded answers, problems first.
 
 P problems, S samples of each, n agents. ``correct`` is 0 or 1 (or a score in [0, 1]) in float or bool, [P, S]. A
 ``*_at_k`` returns one value per problem [P]; its mean is the benchmark's figure, and ``interval`` its uncertainty.
@@ -94,13 +94,21 @@ def _samples(values: np.ndarray, k: int) -> int:
 
 def interval(values: np.ndarray, *, confidence: float = 0.95, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean of values [P], resampling problems with all their samples."""
-    values = np.asarray(values, np.float64)
+    return average_interval([values], confidence=confidence, draws=draws, seed=seed)
+
+
+def average_interval(
+    benchmarks: Sequence[np.ndarray], *, confidence: float = 0.95, draws: int = DRAWS, seed: int = 0
+) -> tuple[float, float]:
+    """The same for the mean over benchmarks of their means; each is resampled within itself. A list of values [P]."""
     generator = np.random.default_rng(seed)
-    means = np.empty(draws)
-    for start in range(0, draws, 500):  # [500, P] at a time
-        size = (min(500, draws - start), len(values))
-        means[start : start + size[0]] = values[generator.integers(0, len(values), size)].mean(axis=1)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    total = np.zeros(draws)
+    for values in benchmarks:
+        values = np.asarray(values, np.float64)
+        for start in range(0, draws, 500):  # [500, P] at a time
+            size = (min(500, draws - start), len(values))
+            total[start : start + size[0]] += values[generator.integers(0, len(values), size)].mean(axis=1)
+    low, high = np.quantile(total / len(benchmarks), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 

@@ -37,6 +37,18 @@ def problems(config: DataConfig, split: str | None = None) -> tuple[list[Problem
 
     Raises UserError when the source cannot be read, has no usable row, or has bad rows without ``allow_bad_rows``.
     """
+    found, report = inspect(config, split)
+    if report.dropped and not config.allow_bad_rows:
+        raise UserError(
+            f"data: {config.source}: {_counts(report)}; `hacrl data inspect` lists them, data.allow_bad_rows drops them"
+        )
+    if not found:
+        raise UserError(f"data: {config.source} has no usable row ({_counts(report)})")
+    return found, report
+
+
+def inspect(config: DataConfig, split: str | None = None) -> tuple[list[Problem], Report]:
+    """The same, without a complaint about bad rows or none at all."""
     split = split or config.split
     if config.source == "arithmetic":
         from hacrl_jax.tasks import arithmetic
@@ -47,10 +59,17 @@ def problems(config: DataConfig, split: str | None = None) -> tuple[list[Problem
     return _read(config, split)
 
 
+def _counts(report: Report) -> str:
+    if not report.dropped:
+        return f"{report.rows} read"
+    counts = ", ".join(f"{len(lines)} {reason}" for reason, lines in report.dropped.items())
+    return f"{counts} of {report.rows} rows ({next(iter(report.dropped.values()))[0]})"
+
+
 def _read(config: DataConfig, split: str) -> tuple[list[Problem], Report]:
     name = config.name or Path(config.source).stem
     rows = adapters.rows(config.source, subset=config.subset, split=split)
-    kept: list[tuple[int, int | None, Problem]] = []
+    kept: list[tuple[int | None, Problem]] = []  # with the row's own id
     dropped: dict[str, list[str]] = {}
     number = -1
     for number, row in enumerate(rows):
@@ -68,27 +87,18 @@ def _read(config: DataConfig, split: str) -> tuple[list[Problem], Report]:
             dropped.setdefault(fault, []).append(f"row {number}: {gold!r}")
         else:
             problem = Problem(id=number, messages=messages, gold=gold, source=name)
-            kept.append((number, adapters.integer_id(row, config.fields), problem))
+            kept.append((adapters.integer_id(row, config.fields), problem))
     report = Report(name, number + 1, len(kept), {reason: tuple(lines) for reason, lines in dropped.items()})
-    return _accepted(config, report, kept), report
+    return _numbered(kept), report
 
 
-def _accepted(config: DataConfig, report: Report, kept: list[tuple[int, int | None, Problem]]) -> list[Problem]:
-    if report.dropped and not config.allow_bad_rows:
-        counts = ", ".join(f"{len(lines)} {reason}" for reason, lines in report.dropped.items())
-        first = next(iter(report.dropped.values()))[0]
-        raise UserError(
-            f"data: {config.source}: {counts} of {report.rows} rows ({first}); "
-            "`hacrl data inspect` lists them, data.allow_bad_rows drops them"
-        )
-    if not kept:
-        raise UserError(f"data: {config.source} has no usable row ({report.rows} read)")
-    ids = [own for _, own, _ in kept]
+def _numbered(kept: list[tuple[int | None, Problem]]) -> list[Problem]:
     # A data set's own ids where every row has one of its own, else the row's number in the source: neither depends on
     # which other rows are dropped or how many are read.
+    ids = [own for own, _ in kept]
     if None in ids or len(set(ids)) < len(ids):
-        return [problem for _, _, problem in kept]
-    return [dataclasses.replace(problem, id=own) for _, own, problem in kept]
+        return [problem for _, problem in kept]
+    return [dataclasses.replace(problem, id=own) for own, problem in kept]
 
 
 # A single backslash in JSON makes a control character of a command's first letter: \frac, \theta, \nu, \right, \beta.

@@ -170,7 +170,7 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     agent: Annotated[str, typer.Option(help="Name of the agent.")],
     to: Annotated[Path, typer.Option(metavar="DIR", help="A folder that does not exist yet.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint to take; default: the newest complete one.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint to take; default: the newest.")] = None,
 ) -> None:
     """Write a trained agent as a Hugging Face folder that transformers, vLLM and others load.
 

@@ -7,7 +7,6 @@ the defaults: arXiv 2603.02604, table of hyperparameters, and the authors' code 
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hacrl_jax import mistakes
 from hacrl_jax.presets import PRESETS
 from hacrl_jax.types import UserError
 
@@ -362,7 +362,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(_merge(_presets(names, where), raw) | {"preset": names})
     except ValidationError as error:
-        raise UserError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors())) from None
+        raise UserError("; ".join(f"{where}: {mistakes.explain(detail, Config)}" for detail in error.errors())) from None
 
 
 def dump(config: Config) -> str:
@@ -394,31 +394,3 @@ def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def _explain(detail: dict[str, Any]) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _fields(location[:-1]), n=1, cutoff=0.5)
-        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
-    if detail["type"] == "missing":
-        return f"{key} is missing"
-    message = detail["msg"].removeprefix("Value error, ")
-    given = detail.get("input")
-    shown = f", got {given!r} ({type(given).__name__})" if location and not isinstance(given, (dict, BaseModel)) else ""
-    return f"{key}: {message}{shown}" if key else message
-
-
-def _fields(location: list[str]) -> list[str]:
-    """Names of the fields of the model at a location such as ['agents', '0', 'optimizer']."""
-    model: Any = Config
-    for part in location:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        for candidate in list(candidates):
-            candidates += getattr(candidate, "__args__", ())
-        model = next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
-    return list(model.model_fields)

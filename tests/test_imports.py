@@ -12,7 +12,7 @@ import hacrl_jax
 PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
-    {"types", "presets", "config", "metrics"},
+    {"types", "presets", "mistakes", "config", "metrics"},
     {"hacpo", "diagnostics", "groups", "hosts", "topology", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing", "pairing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
@@ -21,7 +21,7 @@ LEVELS = (
 )
 ONLY = {  # rooms that know less than their level allows
     "types": set(),
-    "config": {"types", "presets"},
+    "config": {"types", "presets", "mistakes"},
     "metrics": {"types", "config"},
     "hacpo": {"types", "config"},
     "groups": {"types", "config", "hacpo"},

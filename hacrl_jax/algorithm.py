@@ -100,9 +100,10 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
             ability = Ability(mark.history)
             try:
                 for agent in agents:
-                    for program in agent.warm_up(config.eval.sets):
-                        run.progress(mark.step, f"{agent.name} compiles {program}")
-                        watch.beat()
+                    with watch.phase("generate", agent.name):
+                        for program in agent.warm_up(config.eval.sets):
+                            run.progress(mark.step, f"{agent.name} compiles {program}")
+                            watch.beat()
                 mark = evaluated(mark)
                 for step in range(mark.step + 1, steps + 1):
                     ability = train_step(next(batches), step, agents, ability, verdicts, config, run, watch)

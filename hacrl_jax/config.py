@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hacrl_jax import mistakes
+from hacrl_jax.mistakes import explain
 from hacrl_jax.presets import PRESETS
 from hacrl_jax.types import UserError
 
@@ -362,7 +362,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(_merge(_presets(names, where), raw) | {"preset": names})
     except ValidationError as error:
-        raise UserError("; ".join(f"{where}: {mistakes.explain(detail, Config)}" for detail in error.errors())) from None
+        raise UserError("; ".join(f"{where}: {explain(detail, Config)}" for detail in error.errors())) from None
 
 
 def dump(config: Config) -> str:

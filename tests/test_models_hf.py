@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from hacrl_jax import sharding
 from hacrl_jax.config import LoraConfig, MeshConfig
-from hacrl_jax.models import decoder, hf, tensors
+from hacrl_jax.models import decoder, hf, streaming, tensors
 from hacrl_jax.types import UserError
 
 
@@ -95,7 +95,7 @@ def test_sharded_load_places_every_slice(model, tmp_path):
 
 def test_pieces_smaller_than_a_tensor(model, monkeypatch):
     whole = hf.load(model)[2]
-    monkeypatch.setattr(hf, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 1000)
     mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=2, tensor=1), jax.devices()[:2])
     for pieces in (hf.load(model)[2], hf.load(model, mesh=mesh)[2]):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), pieces, whole)

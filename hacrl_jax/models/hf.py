@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from hacrl_jax import sharding
 from hacrl_jax.config import LoraConfig
-from hacrl_jax.models import tensors
+from hacrl_jax.models import streaming, tensors
 from hacrl_jax.models.decoder import DecoderConfig, abstract, initialize
 from hacrl_jax.models.hf_config import read_config
 from hacrl_jax.models.tensors import Stored
@@ -34,7 +33,6 @@ from hacrl_jax.types import Array, Params, UserError
 
 __all__ = ["commit", "load", "names", "read_config", "resolve", "save"]
 
-PIECE_BYTES = 64 * 2**20  # of a tensor in host memory at one time
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "USE_POLICY*")
 LAYER_NAMES = {
@@ -114,7 +112,10 @@ def load(
         own = tuple(part.key for part in path)
         place = _place(mesh, _at(axes, own), shape.shape)
         if own in files:
-            return _stream(files[own], own, shape.shape, place, jnp.dtype(dtype))
+            return streaming.stream(
+                files[own], shape.shape, place, jnp.dtype(dtype),
+                stacked=own[0] == "layers", transposed=own[-1] == "kernel",
+            )  # fmt: skip
         alone: Any = shape  # a low-rank array: the same value as in a tree that init makes
         for part in reversed(own):
             alone = {part: alone}
@@ -197,55 +198,9 @@ def _compare(folder: Path, config: DecoderConfig, stored: dict[str, Stored]) -> 
 def _equal(a: Stored, b: Stored) -> bool:
     if a.shape != b.shape or a.code != b.code:
         return False
-    rows = _rows_per_piece(a)
+    rows = streaming.rows_per_piece(a)
     pieces = (slice(start, start + rows) for start in range(0, a.shape[0], rows))
     return all(a.read(piece).tobytes() == b.read(piece).tobytes() for piece in pieces)
-
-
-def _stream(layers: list[Stored], path: tuple[str, ...], shape: tuple[int, ...], place: Sharding, dtype: Any) -> Array:
-    """One array of the params dict from its tensors (one, or one per layer), shard by shard, piece by piece."""
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in place.addressable_devices_indices_map(shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        holders.setdefault(bounds, []).append(device)
-    transposed = path[-1] == "kernel"
-    stacked = path[0] == "layers"
-    shards = []
-    for bounds, devices in holders.items():  # replicas are read once
-        extent = [stop - start for start, stop in bounds]
-        buffers = [_alone(device, jnp.zeros, extent, dtype) for device in devices]
-        inner = bounds[stacked:][::-1] if transposed else bounds[stacked:]  # in the file's order of axes
-        columns = slice(*inner[1]) if len(inner) == 2 else None
-        for layer, stored in enumerate(layers):
-            step = _rows_per_piece(stored)
-            for start in range(*inner[0], step):
-                rows = slice(start, min(start + step, inner[0][1]))
-                piece = stored.read(rows, columns)
-                at = [0] * (len(inner) - 1) + [start - inner[0][0]] if transposed else [start - inner[0][0]]
-                at = ([layer] if stacked else []) + at + [0] * (len(inner) - len(at))
-                at = np.asarray(at, np.int32)
-                buffers = [_alone(device, _write, buffer, jax.device_put(piece, device), at, transposed)
-                           for buffer, device in zip(buffers, devices, strict=True)]  # fmt: skip
-                jax.block_until_ready(buffers)  # else every piece of the file waits in host memory
-        shards += buffers
-    return jax.make_array_from_single_device_arrays(shape, place, shards)
-
-
-def _alone(device: jax.Device, function: Any, *arguments: Any) -> Array:
-    """function on one device, though a mesh of all of them may be set (jax.set_mesh)."""
-    with jax.set_mesh(Mesh(np.asarray([device]), ("alone",))), jax.default_device(device):
-        return function(*arguments)
-
-
-@partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _write(buffer: Array, piece: Array, start: Array, transposed: bool) -> Array:
-    piece = (piece.T if transposed else piece).astype(buffer.dtype)
-    piece = piece.reshape((1,) * (buffer.ndim - piece.ndim) + piece.shape)
-    return jax.lax.dynamic_update_slice(buffer, piece, list(start))
-
-
-def _rows_per_piece(stored: Stored) -> int:
-    return max(1, PIECE_BYTES // max(1, stored.nbytes // stored.shape[0]))
 
 
 def _place(mesh: Mesh | None, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:

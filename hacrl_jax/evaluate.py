@@ -150,6 +150,7 @@ def evaluate(config: Config, *, checkpoints: str | None = None, step: int | None
     checkpoints: where the run's are; its newest step, or `step`, is evaluated. to: a JSONL file that receives the
     answers as they come. A call that finds it half-done goes on at the first problem without all its answers; what it
     was made with is in FILE.settings.json. An answer depends on seed, step, problem and sample, not on interruptions.
+    Of several hosts only the first one has answers to return.
     Raises UserError where there is no set, no such agent or checkpoint, or the file was made with other settings.
     """
     if not config.eval.sets:
@@ -177,7 +178,7 @@ def evaluate(config: Config, *, checkpoints: str | None = None, step: int | None
 
 
 class _File:
-    """The answers so far, in memory and (on the first host) on disk."""
+    """The answers so far, on the first host: in memory and on disk. All hosts know which problems are done."""
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
         self.path, self.answers = path if jax.process_index() == 0 else None, []
@@ -189,14 +190,14 @@ class _File:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 metrics.write_atomic(kept, json.dumps(settings, indent=1) + "\n")
             metrics.write_atomic(self.path, "".join(metrics.to_json(row) + "\n" for row in self.answers))
-        self.answers = hosts.gather("answers", self.answers)[0]
+        done = [(row["agent"], row["set"], row["problem"]) for row in self.answers if row["sample"] == 0]
+        self.done = {tuple(key) for key in hosts.gather("answers", done)[0]}
 
     def unanswered(self, agent: str, settings: EvalSet, problems: Sequence[Problem]) -> list[Problem]:
-        done = {row["problem"] for row in self.answers if (row["agent"], row["set"]) == (agent, name(settings))}
-        return [problem for problem in problems if problem.id not in done]
+        return [problem for problem in problems if (agent, name(settings), problem.id) not in self.done]
 
     def add(self, group: Answers) -> None:
-        self.answers += group
+        self.answers += group if jax.process_index() == 0 else []
         if self.path:
             with self.path.open("a", encoding="utf-8", newline="\n") as file:
                 file.write("".join(metrics.to_json(row) + "\n" for row in group))

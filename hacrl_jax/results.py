@@ -195,6 +195,8 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> list[dict[str,
 
 def told(found: Sequence[Result], before: Sequence[Result], at: Sequence[int], as_json: bool) -> Iterator[str]:
     """Lines for the terminal: tables, the team where there is one, and the comparison with an earlier result if any."""
+    if not found:
+        return
     groups = team(found)
     changes = compare(before, found) if before else []
     if as_json:

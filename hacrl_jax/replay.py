@@ -91,7 +91,10 @@ def _learn(folder: Path, step: int, agents: Sequence[Agent], tokenizers: Sequenc
             buffer, *agent.prompts(problems), agent.index, tokenizers, ratio[agent.index], config.objective
         )
         parts = enumerate(exchange.minibatches(config, agent.index))
-        outcomes[agent.name] = [agent.update(exchange.take(rows, index), m) for m, index in parts]
+        # One program at a time, as in training: CPU devices that wait for each other in two of them wait for ever.
+        outcomes[agent.name] = [
+            jax.block_until_ready(agent.update(exchange.take(rows, index), m)) for m, index in parts
+        ]
     return outcomes, ability
 
 

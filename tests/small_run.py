@@ -44,9 +44,9 @@ def config(runs: Path, /, **changes: Any) -> Config:
         "rollout": {"prompts": 8, "samples": 4, "max_prompt": 40, "max_response": 40},
         "objective": {"eps_low": 0.02, "eps_high": 0.02, "delta": 0.5},
         "eval": {"before": False, "after": False},
-        "mesh": {"data": 1, "fsdp": 1, "tensor": 1},  # one of the eight: on few cores the others only cost
         "verifier": {"workers": 1},
         "checkpoint": {"every": 1, "keep_last": 4},
+        "mesh": {"fsdp": 2},  # two of the eight: on few cores the others only cost
     }  # fmt: skip
     return resolve(_merged(raw, changes))
 

@@ -57,7 +57,7 @@ def test_what_matters_is_listed(changes, key):
 
 
 def test_what_changes_the_order_of_additions_is_told_apart():
-    changes = {"mesh": {"fsdp": 2}, "rollout": {"slots": 3}, "agents": {"qwen": {"micro_batch": 4, "remat": "full"}}}
+    changes = {"mesh": {"fsdp": 4}, "rollout": {"slots": 3}, "agents": {"qwen": {"micro_batch": 4, "remat": "full"}}}
     matters, rounding = resuming.differences(dumped(), dumped(**changes))
     assert not matters and len(rounding) == 4
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hacrl_jax import cli_answers
+
 app = typer.Typer(
     name="hacrl",
     help="Train several language models that learn from each other's verified answers (HACPO, arXiv 2603.02604).\n\n"
@@ -25,6 +27,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Look at data sets.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(cli_answers.app)
 
 Overrides = Annotated[
     list[str] | None,

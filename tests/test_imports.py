@@ -16,8 +16,8 @@ LEVELS = (
     {"hacpo", "diagnostics", "groups", "hosts", "topology", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing", "pairing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
-    {"algorithm", "doctor", "export", "plan", "replay", "report", "serving"},
-    {"cli"},
+    {"algorithm", "doctor", "export", "generate", "plan", "replay", "report", "serving"},
+    {"cli", "cli_answers"},
 )
 ONLY = {  # rooms that know less than their level allows
     "types": set(),

@@ -85,9 +85,7 @@ class Engine:
         self._prefill = jax.jit(partial(decode.prefill, graphdef, self.dtype, cache_dtype))
         self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=place)
         self._release = jax.jit(decode.release, donate_argnums=0, out_shardings=place)
-        self._resize = jax.jit(
-            decode.resize, static_argnums=0, donate_argnums=1, out_shardings=place and place.cache[0][0]
-        )
+        self._resize = jax.jit(decode.resize, static_argnums=0, out_shardings=place and place.cache[0][0])
         self._step = jax.jit(step, donate_argnums=1, out_shardings=pair)
         many = partial(decode.many, step, self.eos, config.dispatch_steps)
         self._many = jax.jit(many, donate_argnums=1, out_shardings=pair)

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import yaml
+from jax.sharding import Mesh
 
 from hacrl_jax import checkpoint, metrics, models, report, resuming, sharding
 from hacrl_jax import config as configs
@@ -38,6 +39,19 @@ class Exported:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Trained:
+    """An agent as it was after a step. folder is the model it began as: its tokenizer files are there."""
+
+    settings: AgentConfig
+    folder: Path
+    graphdef: Any
+    model: models.DecoderConfig
+    params: Params
+    mesh: Mesh
+    step: int
+
+
 def export(
     run: str | Path, agent: str, to: str | Path, *, step: int | None = None, shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda _: None,
@@ -48,12 +62,26 @@ def export(
     there is no such run, agent or checkpoint, where `to` exists, or where the model is not the one the run began with.
     """
     run, to = Path(run), Path(to)
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not a run folder: it has no config.yaml")
-    config = configs.load(run / "config.yaml")
-    settings = _agent(config, run, agent)
+    config, settings = _settings(run, agent)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} already exists: export to another folder, or remove it first")
+    found = trained(run, agent, step=step, say=say)
+    card = model_card(config, run, agent, found.step, found.folder)
+    with _clean(to):
+        models.save(to, found.params, found.model, found.folder, lora=settings.lora, shard_bytes=shard_bytes,
+                    model_card=card)  # fmt: skip
+    return Exported(agent, found.step, to)
+
+
+def trained(
+    run: str | Path, agent: str, *, step: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Trained:
+    """An agent's weights as the newest complete checkpoint of a run (or that of `step`) has them, on all devices.
+
+    Raises UserError where there is no such run, agent or checkpoint, or the model is not the one the run began with.
+    """
+    run = Path(run)
+    config, settings = _settings(run, agent)
     mesh = sharding.make_mesh(MeshConfig())
     with checkpoint.Store(resuming.place(config, run), config.checkpoint, write=False) as store:
         record = _record(store, run, step)
@@ -61,14 +89,11 @@ def export(
             raise UserError(f"the checkpoints in {store.folder} were saved without agent {agent}")
         with jax.set_mesh(mesh):
             folder = models.resolve(settings.model, settings.revision)
-            _, model, params = models.load(folder, mesh=mesh, lora=settings.lora)
+            graphdef, model, params = models.load(folder, mesh=mesh, lora=settings.lora)
             if checkpoint.fingerprint(params) != record["initial"][agent]:
                 raise UserError(f"{folder} holds other weights than those from which {agent} was trained in {run}")
             params, found = _restore(store, agent, params, record, step, say)
-    card = model_card(config, run, agent, found, folder)
-    with _clean(to):
-        models.save(to, params, model, folder, lora=settings.lora, shard_bytes=shard_bytes, model_card=card)
-    return Exported(agent, found, to)
+    return Trained(settings, folder, graphdef, model, params, mesh, found)
 
 
 def model_card(config: Config, run: Path, agent: str, step: int, source: Path) -> str:
@@ -96,6 +121,13 @@ def model_card(config: Config, run: Path, agent: str, step: int, source: Path) -
     ]
     head = yaml.safe_dump(_front_matter(settings, source), sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + "\n".join(lines)
+
+
+def _settings(run: Path, agent: str) -> tuple[Config, AgentConfig]:
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.yaml")
+    config = configs.load(run / "config.yaml")
+    return config, _agent(config, run, agent)
 
 
 def _agent(config: Config, run: Path, name: str) -> AgentConfig:

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hacrl_jax import checkpoint, metrics, models, resuming, sharding, tokenizer
 from hacrl_jax import config as configs
-from hacrl_jax.agent import compute_dtype, create
+from hacrl_jax import export, metrics, models, sharding, tokenizer
+from hacrl_jax.agent import compute_dtype
 from hacrl_jax.config import MeshConfig, PromptConfig, RolloutConfig
 from hacrl_jax.sampler.engine import MAX_SLOTS, Engine
 from hacrl_jax.sampler.rollout import Schedule, Work
@@ -95,22 +95,12 @@ def _of_run(run: Path, name: str | None, dtype: configs.Dtype) -> Policy:
     names = [agent.name for agent in config.agents]
     if name is None and len(names) > 1:
         raise UserError(f"{run} has agents {', '.join(names)}: say which with --agent")
-    if name is not None and name not in names:
-        raise UserError(f"--agent {name}: {run} has {', '.join(names)}")
-    index = 0 if name is None else names.index(name)
-    mesh = sharding.make_mesh(config.mesh)
-    with jax.set_mesh(mesh):
-        found = create(config, index, mesh, config.updates_per_step())
-        first = resuming.first_weights([found])
-        with checkpoint.Store(resuming.place(config, run), config.checkpoint, write=False) as store:
-            if resuming.load(store, [found], first, lambda _: None) is None:
-                raise UserError(f"{run} holds no complete checkpoint")
-    settings = config.agents[index]
-    own = compute_dtype(settings.dtype if dtype == "auto" else dtype)
-    axes = models.abstract(found.model, settings.lora)[2]
-    return Policy(
-        f"{run}:{names[index]}", found.graphdef, found.model, axes, found.state.params, found.tokenizer, own, mesh
-    )
+    found = export.trained(run, name or names[0])
+    tok = tokenizer.load(found.folder, found.settings.prompt)
+    own = compute_dtype(found.settings.dtype if dtype == "auto" else dtype)
+    axes = models.abstract(found.model, found.settings.lora)[2]
+    return Policy(f"{run}:{name or names[0]}:{found.step}", found.graphdef, found.model, axes, found.params, tok, own,
+                  found.mesh)  # fmt: skip
 
 
 def generate(policy: Policy, prompts: Path, out: Path, options: Options, progress: Progress | None = None) -> int:

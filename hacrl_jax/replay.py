@@ -54,6 +54,7 @@ def replay(folder: Path, step: int, names: Sequence[str] = (), overrides: Sequen
     known = [agent.name for agent in config.agents]
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"--agent: no agent {unknown[0]!r} in {folder}; there are {', '.join(known)}")
+    archive.read(folder / "rollouts" / archive.name(step))  # before models are loaded: is it there?
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh), guard.memory("load"):
         tokenizers = [tokenizer.load(resolve(own.model, own.revision), own.prompt) for own in config.agents]

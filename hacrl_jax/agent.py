@@ -57,7 +57,7 @@ class Agent:
         settings = self.config.rollout
         key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)
         return rollout(
-            self.engine, self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
+            self.engine, self.copy, *self.prompts(problems), problem_ids(problems), key,
             samples=settings.samples, temperature=settings.temperature,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class Agent:
         key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
         longest = settings.max_response or self.config.rollout.max_response
         return rollout(
-            self._engine(longest), self.sampler_params, *self.prompts(problems), problem_ids(problems), key,
+            self._engine(longest), self.copy, *self.prompts(problems), problem_ids(problems), key,
             samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
             min_p=settings.min_p, max_response=longest,
         )  # fmt: skip
@@ -77,7 +77,7 @@ class Agent:
         for own in evaluations:
             choice = sampling(own.temperature, own.top_p, own.top_k, own.min_p)
             choices.setdefault(choice.mode, choice)
-        return self.engine.warm_up(self.sampler_params, tuple(choices.values()))
+        return self.engine.warm_up(self.copy, tuple(choices.values()))
 
     def _engine(self, max_response: int) -> Engine:
         """The engine of training, or one with room for longer answers: an evaluation may allow them."""
@@ -86,8 +86,8 @@ class Agent:
         if self.longer is None or self.longer.config.max_response < max_response:
             longer = self.config.rollout.model_copy(update={"max_response": max_response})
             self.longer = Engine(
-                self.graphdef, self.model, self.params, eos=self.tokenizer.eos, vocab_size=self.tokenizer.vocab_size,
-                config=longer, mesh=self.mesh, dtype=self.engine.dtype,
+                self.graphdef, self.model, self.state.params, eos=self.tokenizer.eos,
+                vocab_size=self.tokenizer.vocab_size, config=longer, mesh=self.mesh, dtype=self.engine.dtype,
                 axes=models.abstract(self.model, self.config.agents[self.index].lora)[2],
             )  # fmt: skip
         return self.longer
@@ -113,7 +113,7 @@ class Agent:
 
     def update(self, part: Minibatch, m: int) -> Outcome:
         """One optimizer update, number m of this step; what it tells stays on the device."""
-        self.state, self.reference = moved(self.state, DEVICE), moved(self.reference, DEVICE)
+        self.state = moved(self.state, DEVICE)
         if self.reference is not None:
             reference = self.learner.score(self.reference_params(), part)
             part = part.replace(reference_token_logprob=reference)
@@ -121,17 +121,23 @@ class Agent:
         return outcome
 
     def reference_params(self) -> Params:
-        return learner.combine(self.reference, self.state.frozen)
+        return learner.combine(moved(self.reference, DEVICE), self.state.frozen)
 
     def sync(self) -> None:
         """The end of a turn: cast the learner's parameters into the sampler's old copy, and make room (offload)."""
-        self.sampler_params = self.engine.load_params(self.params, self.sampler_params)
+        previous = None if self.config.agents[self.index].offload == "all" else self.sampler_params
+        self.sampler_params = self.engine.load_params(self.params, previous)
         self.make_room()
 
     @property
     def params(self) -> Params:
         """The learner's parameters, fetched to the device where they wait in host memory."""
         return moved(self.state.params, DEVICE)
+
+    @property
+    def copy(self) -> Params:
+        """The sampler's copy, fetched to the device where it waits in host memory."""
+        return moved(self.sampler_params, DEVICE)
 
     def make_room(self) -> None:
         """Send to host memory what no other agent's turn needs, as `offload` says."""
@@ -142,6 +148,7 @@ class Agent:
                 self.state = self.state.replace(moments=moved(self.state.moments, HOST))
             case "all":
                 self.state, self.reference = moved(self.state, HOST), moved(self.reference, HOST)
+                self.sampler_params = moved(self.sampler_params, HOST)
 
 
 def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:

@@ -25,7 +25,8 @@ from hacrl_jax.models.published import published
 from hacrl_jax.topology import GIB, Compiled, Topology
 from hacrl_jax.types import Minibatch, UserError
 
-KINDS = ("parameters", "moments", "sampler copy", "reference", "cache", "buffer", "temporaries")
+ARRAYS = ("parameters", "moments", "sampler copy", "reference")
+KINDS = (*ARRAYS, "cache", "buffer", "temporaries")
 ESTIMATED = "ESTIMATE: temporaries by arithmetic, no compiler asked; pip install 'hacrl_jax[tpu]' brings libtpu (Linux)"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hacrl_jax" / "plan"
 
@@ -128,7 +129,7 @@ def _agent(config: Config, index: int, mesh: Any, where: Topology, estimated: bo
         if config.objective.kl_coefficient else 0,
         "cache": bytes_of(cached),
     }  # fmt: skip
-    away = {"none": (), "moments": ("moments",), "all": ("parameters", "moments", "reference")}[settings.offload]
+    away = {"none": (), "moments": ("moments",), "all": ARRAYS}[settings.offload]
     if estimated:
         programs = estimate.programs(config, index, model, mesh)
     else:
@@ -219,13 +220,16 @@ def _phases(config: Config, agents: list[AgentPlan]) -> list[Phase]:
     phases = []
     for turn, one in enumerate(agents):
         sampling = max(_extra(one.programs[name]) for name in ("prefill", "decode"))
-        phases.append(_phase("generate", one, agents, one.arrays["cache"], answers * (turn + 1), sampling, ()))
+        cache, buffer = one.arrays["cache"], answers * (turn + 1)
+        phases.append(_phase("generate", one, agents, cache, buffer, sampling, ("sampler copy",)))
     for one in agents:
         buffer = n * (answers + scores) + rows(samples) + part
         phases.append(_phase("score", one, agents, 0, buffer, _extra(one.programs["score"]), ("parameters",)))
     for one in agents:
         buffer = n * (answers + scores) + rows(shared * samples) + part
-        phases.append(_phase("update", one, agents, 0, buffer, _extra(one.programs["update"]), tuple(one.host)))
+        reference = one.host.get("reference", 0)  # fetched for its scores, then gone again
+        extra = max(_extra(one.programs["update"]), _extra(one.programs["score"]) + reference)
+        phases.append(_phase("update", one, agents, 0, buffer, extra, ("parameters", "moments")))
     return phases
 
 
@@ -233,7 +237,7 @@ def _phase(name: str, one: AgentPlan, agents: list[AgentPlan], cache: int, buffe
            fetched: tuple[str, ...]) -> Phase:  # fmt: skip
     found = dict.fromkeys(KINDS, 0)
     for other in agents:
-        for kind in ("parameters", "moments", "sampler copy", "reference"):
+        for kind in ARRAYS:
             here = kind not in other.host or (other is one and kind in fetched)
             found[kind] += other.arrays[kind] if here else 0
     found |= {"cache": cache, "buffer": buffer, "temporaries": temporaries}

@@ -21,6 +21,7 @@ AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": ("data", "fsdp"),  # rows of a minibatch, decode slots
+    "sequence": "tensor",  # tokens of the activations between two blocks, which all tensor devices would else repeat
     "replica": "data",  # devices with equal parameters
     "embed": "fsdp",  # the hidden axis of parameters: gathered layer by layer
     "vocab": "tensor",

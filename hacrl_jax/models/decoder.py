@@ -147,11 +147,11 @@ class Decoder(nnx.Module):
             else:
                 attention = partial(attend.cached, cache=layer_cache, length=length, segment=segment)
             x, kv = nnx.merge(block, params)(x, cos, sin, attention)
-            return _on_batch(x), kv
+            return _between(x), kv
 
         # Looked up where each part of the hidden axis lies, then exchanged for whole rows: no device holds the table.
         x = sharding.constrain(self.embed[...][tokens], "replica", None, "embed")
-        x = _on_batch(x.astype(dtype))  # [B, T, D]
+        x = _between(x.astype(dtype))  # [B, T, D]
         if unstacked is None:
             x, kv = jax.lax.scan(_remat(body, remat), x, (nnx.to_pure_dict(stacked), cache))
         else:
@@ -159,6 +159,7 @@ class Decoder(nnx.Module):
             for layer in zip(unstacked, cache or (None,) * len(unstacked), strict=True):
                 x, fresh = body(x, layer)
                 kv += (fresh,)
+        x = sharding.constrain(x, "batch", None, None)
         return _rms_norm(x, self.norm[...], config.rms_norm_eps), kv
 
 
@@ -271,9 +272,10 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def _on_batch(x: Array) -> Array:
-    """Keep activations split by rows: else fsdp's split of the parameters' hidden axis would spread to them."""
-    return sharding.constrain(x, "batch", None, None)
+def _between(x: Array) -> Array:
+    """Activations between two blocks, split by rows and tokens: else fsdp's split of the parameters' hidden axis would
+    spread to them, and every tensor device would keep all of them for the backward pass."""
+    return sharding.constrain(x, "batch", "sequence", None)
 
 
 def _remat(body: Any, policy: Remat) -> Any:

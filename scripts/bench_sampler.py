@@ -4,9 +4,10 @@
 
 The work is sample_uniform and sample_ragged of $HACRL_SHARED/bench/workloads.json (default: ../shared). Ragged rows end
 at lengths that the scheduler does not know: an array on the device ends them. `bound` is what the decode steps alone
-would give with all slots busy; `schedule` is the sum of the step times, each at its own window, that the schedule needs
-if a freed slot is refilled at once, with the prefills and insertions it needs. The runs of all contestants alternate,
-and medians are compared, because other work on the machine changes its speed from minute to minute.
+would give with all slots busy; `schedule` is the sum of the step times, each at its own number of slots and window, that
+the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. The runs of all
+contestants alternate, and medians are compared, because other work on the machine changes its speed from minute to
+minute.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from hacrl_jax.sampler.sampling import sampling
 from hacrl_jax.types import Params
 
 SHARED = Path(os.environ.get("HACRL_SHARED", Path(__file__).parent.parent.parent / "shared"))
-RAGGED_SLOTS = 16  # rows in flight, as many as the peers' continuous batching had
+CONTINUOUS_ROWS = 16  # rows in flight of transformers' continuous batching, with which the peers' figure was made
 
 
 def main() -> None:
@@ -50,8 +52,8 @@ def main() -> None:
     limits = np.asarray(ragged["new_tokens_per_prompt"])
     config, params = _model(model)
     ours = {
-        "uniform": _made(config, params, len(prompts), uniform["new_tokens"], len(prompts)),
-        "ragged": _made(config, params, len(prompts), int(limits.max()), RAGGED_SLOTS),
+        "uniform": _made(config, params, len(prompts), uniform["new_tokens"]),
+        "ragged": _made(config, params, len(prompts), int(limits.max())),
     }
     contestants: dict[str, Callable[[], Any]] = {
         "uniform": lambda: _ours(ours["uniform"], prompts, None),
@@ -64,25 +66,21 @@ def main() -> None:
         "uniform": _report(seconds, "uniform", prompts.shape[0] * uniform["new_tokens"]),
         "ragged": _report(seconds, "ragged", int(limits.sum())),
     }
-    full = _step_seconds(*ours["uniform"], prompts, ours["uniform"][0].windows)
-    bound = _schedule([uniform["new_tokens"]] * len(prompts), len(prompts), prompts.shape[1], full)
-    result["uniform"] |= {"bound_seconds": bound, "ratio_bound": bound / result["uniform"]["seconds"]}
-    steps = _step_seconds(*ours["ragged"], prompts, ours["ragged"][0].windows)
-    decode = _schedule(limits.tolist(), RAGGED_SLOTS, prompts.shape[1], steps)
-    fixed = _prefill_seconds(*ours["ragged"], prompts)
-    busy = sum(limits) / RAGGED_SLOTS * statistics.mean(steps.values())
-    result["ragged"] |= {
-        "bound_seconds": float(busy),
-        "ratio_bound": float(busy) / result["ragged"]["seconds"],
-        "schedule_decode_seconds": decode,
-        "schedule_seconds": decode + fixed,
-        "wall_over_schedule": result["ragged"]["seconds"] / (decode + fixed),
-    }
-    result["step_milliseconds"] = {
-        name: {str(window): 1e3 * value for window, value in found.items()}
-        for name, found in (("uniform", full), ("ragged", steps))
-    }
-    result["prefill_milliseconds"] = 1e3 * fixed
+    for name, lengths in (("uniform", np.full(len(prompts), uniform["new_tokens"])), ("ragged", limits)):
+        engine, copy = ours[name]
+        steps = _step_seconds(engine, copy)
+        fixed = _prefill_seconds(engine, copy, prompts)
+        decode, row = _schedule(engine, lengths.tolist(), prompts.shape[1], steps), result[name]
+        busy = statistics.mean(taken for (slots, _), taken in steps.items() if slots == engine.slots)
+        bound = float(lengths.sum()) / engine.slots * busy
+        row |= {
+            "bound_seconds": bound,
+            "ratio_bound": bound / row["seconds"],
+            "prefill_seconds": fixed,
+            "schedule_seconds": decode + fixed,
+            "wall_over_schedule": row["seconds"] / (decode + fixed),
+            "step_milliseconds": {f"{slots} x {window}": 1e3 * taken for (slots, window), taken in steps.items()},
+        }
     result["load"] = os.getloadavg()
     print(json.dumps(result, indent=1))
 
@@ -96,9 +94,9 @@ def _model(shape: dict[str, Any]) -> tuple[DecoderConfig, Params]:
     return config, decoder.init(config, jax.random.key(0))
 
 
-def _made(config: DecoderConfig, params: Params, rows: int, response: int, slots: int) -> tuple[Engine, Params]:
+def _made(config: DecoderConfig, params: Params, rows: int, response: int) -> tuple[Engine, Params]:
     graphdef, shapes, _ = decoder.abstract(config)
-    settings = RolloutConfig(prompts=rows, samples=1, max_prompt=64, max_response=response, slots=slots)
+    settings = RolloutConfig(prompts=rows, samples=1, max_prompt=64, max_response=response)
     engine = Engine(graphdef, config, shapes, eos=(), vocab_size=config.vocab_size, config=settings)
     copy = engine.load_params(params)
     for _ in engine.warm_up(copy):
@@ -138,28 +136,26 @@ def _report(seconds: dict[str, list[float]], name: str, tokens: int) -> dict[str
     return row
 
 
-def _step_seconds(engine: Engine, params: Params, prompts: np.ndarray, windows: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of one decode step with all slots busy, for each window."""
-    settings, steps, found = sampling(1.0), engine.config.dispatch_steps, {}
-    key = jax.random.key(0)
-    for window in windows:
-        if window <= prompts.shape[1]:
-            continue
-        state = engine.init_decode_state(window - 1)
-        lengths = np.full(engine.slots, prompts.shape[1])
-        prefix = engine.prefill(params=params, padded_tokens=prompts[: engine.slots], true_length=lengths)
-        entries = [(slot, slot, engine.rows, 0, slot, 10**6) for slot in range(engine.slots)]
-        state = engine.bulk_insert(prefix, state, engine.requests(entries), key)
-        count, times = min(steps, window - prompts.shape[1]), []
-        for _ in range(9):
-            # Always the same entries, the last of the window.
-            state = state.replace(length=jnp.full_like(state.length, window - count))
-            jax.block_until_ready(state)
-            start = time.perf_counter()
-            state, status = engine.generate_many(params, state, settings, steps=count, free=engine.slots + 1)
-            jax.block_until_ready(status)
-            times.append((time.perf_counter() - start) / count)
-        found[window] = statistics.median(times[1:])
+def _step_seconds(engine: Engine, params: Params) -> dict[tuple[int, int], float]:
+    """Seconds of one decode step with all slots busy, for each (slots, window)."""
+    settings, count, found = sampling(1.0), engine.config.dispatch_steps, {}
+    state = engine.init_decode_state(0)
+    for slots in reversed(engine.slot_counts):
+        while state.slots > slots:
+            state = engine.shrink(state, [])
+        for window in engine.windows_of(slots):
+            state, times = engine.resize(state, window), []
+            for _ in range(9):
+                # Always the same entries, the last of the window.
+                full = partial(jnp.full_like, state.length)
+                state = state.replace(length=full(window - count), step=full(0), limit=full(10**6), row=full(engine.rows),
+                                      live=jnp.ones_like(state.live))  # fmt: skip
+                jax.block_until_ready(state)
+                start = time.perf_counter()
+                state, status = engine.generate_many(params, state, settings, steps=count, free=slots + 1)
+                jax.block_until_ready(status)
+                times.append((time.perf_counter() - start) / count)
+            found[slots, window] = statistics.median(times[1:])
     return found
 
 
@@ -179,17 +175,20 @@ def _prefill_seconds(engine: Engine, params: Params, prompts: np.ndarray) -> flo
     return statistics.median(times[1:]) * -(-len(prompts) // rows)
 
 
-def _schedule(lengths: list[int], slots: int, prompt: int, steps: dict[int, float]) -> float:
-    """Sum of the step times, each at the window of its longest live row, when a freed slot is refilled at once."""
-    free, rows = [0] * slots, []
+def _schedule(engine: Engine, lengths: list[int], prompt: int, steps: dict[tuple[int, int], float]) -> float:
+    """Sum of the step times, each at the slots and the window that its live rows need, when a freed slot is refilled at
+    once and, without a waiting row, fewer slots are taken at once."""
+    free, rows = [0] * engine.slots, []
     for length in lengths:
         start = heapq.heappop(free)
         rows.append((start, start + length))
         heapq.heappush(free, start + length)
-    total = 0.0
+    last, total = max(start for start, _ in rows), 0.0
     for step in range(max(end for _, end in rows)):
-        longest = max(prompt - 1 + step - start for start, end in rows if start <= step < end)
-        total += steps[min(window for window in steps if window > longest)]
+        live = [prompt - 1 + step - start for start, end in rows if start <= step < end]
+        slots = min(count for count in engine.slot_counts if count >= len(live) or count == engine.slots)
+        slots = slots if step >= last else engine.slots
+        total += steps[slots, engine.window(max(live), slots)]
     return total
 
 
@@ -218,9 +217,9 @@ def _transformers(
         assert out.shape[1] == prompts.shape[1] + count
 
     def continuous() -> None:
-        blocks = RAGGED_SLOTS * -(-(prompts.shape[1] + int(limits.max())) // 32)
+        blocks = CONTINUOUS_ROWS * -(-(prompts.shape[1] + int(limits.max())) // 32)
         batching = ContinuousBatchingConfig(page_size=32, num_blocks=blocks, max_batch_tokens=1024,
-                                            max_requests_per_batch=RAGGED_SLOTS)  # fmt: skip
+                                            max_requests_per_batch=CONTINUOUS_ROWS)  # fmt: skip
         settings = GenerationConfig(eos_token_id=-1, max_new_tokens=int(limits.max()), **drawn)
         manager = theirs.continuous_batching_context_manager(settings, continuous_batching_config=batching)
         with torch.inference_mode(), manager as running:

@@ -147,11 +147,12 @@ class Decoder(nnx.Module):
             else:
                 attention = partial(attend.cached, cache=layer_cache, length=length, segment=segment)
             x, kv = nnx.merge(block, params)(x, cos, sin, attention)
-            return _between(x), kv
+            return between(x), kv
 
         # Looked up where each part of the hidden axis lies, then exchanged for whole rows: no device holds the table.
+        between = _between if cache is None else _stationary
         x = sharding.constrain(self.embed[...][tokens], "replica", None, "embed")
-        x = _between(x.astype(dtype))  # [B, T, D]
+        x = between(x.astype(dtype))  # [B, T, D]
         if unstacked is None:
             x, kv = jax.lax.scan(_remat(body, remat), x, (nnx.to_pure_dict(stacked), cache))
         else:
@@ -159,7 +160,8 @@ class Decoder(nnx.Module):
             for layer in zip(unstacked, cache or (None,) * len(unstacked), strict=True):
                 x, fresh = body(x, layer)
                 kv += (fresh,)
-        x = sharding.constrain(x, "batch", None, None)
+        if cache is None:
+            x = sharding.constrain(x, "batch", None, None)
         return _rms_norm(x, self.norm[...], config.rms_norm_eps), kv
 
 
@@ -276,6 +278,12 @@ def _between(x: Array) -> Array:
     """Activations between two blocks, split by rows and tokens: else fsdp's split of the parameters' hidden axis would
     spread to them, and every tensor device would keep all of them for the backward pass."""
     return sharding.constrain(x, "batch", "sequence", None)
+
+
+def _stationary(x: Array) -> Array:
+    """Activations of a decode step, split like the parameters' hidden axis: the few rows travel and the parameters stay
+    where they are. Else every device would gather them over fsdp, and keep them as long as a dispatch lasts."""
+    return sharding.constrain(x, "replica", None, "embed")
 
 
 def _remat(body: Any, policy: Remat) -> Any:

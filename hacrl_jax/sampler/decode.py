@@ -64,6 +64,10 @@ class DecodeState:
     answers: Answers
 
     @property
+    def slots(self) -> int:
+        return self.token.shape[0]
+
+    @property
     def window(self) -> int:
         return self.cache[0][0].shape[1]
 
@@ -216,6 +220,17 @@ def many(
     )
     entries = jnp.append(jnp.where(state.live, state.length, -1), done)
     return state.replace(answers=answers), Status(entries, token, count)
+
+
+def take(rows: DecodeState, slot: Array, count: Array) -> DecodeState:
+    """All but the cache of the first ``count`` of these slots [S'], in that order; the slots after them are free."""
+    taken = jax.tree.map(lambda x: x[slot], rows.replace(cache=(), answers=None))
+    return taken.replace(live=taken.live & (jnp.arange(slot.shape[0]) < count), answers=rows.answers)
+
+
+def take_cache(window: int, part: Array, slot: Array) -> Array:
+    """One layer's keys or values of these slots, in a window no smaller than theirs."""
+    return resize(window, part[slot])
 
 
 def resize(window: int, part: Array) -> Array:

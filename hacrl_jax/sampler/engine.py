@@ -5,13 +5,14 @@ draws one token for every live slot, ``generate_many`` several in one dispatch (
 decode state is donated from call to call and stays on the device. What differs from JetStream's own engines: one prefix
 fills many slots, every slot has its own random key, tokens come with log-probs, finished rows are found and their
 answers kept on the device, and the cache is no longer than the longest live row needs: it moves between a few windows.
+Once no sample waits, the rows that are left move to fewer slots: a step then costs what they cost.
 
 Extra letters: S slots, W the window: cache entries per slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,13 +27,14 @@ from hacrl_jax.config import RolloutConfig
 from hacrl_jax.models import decoder
 from hacrl_jax.models.decoder import DecoderConfig
 from hacrl_jax.sampler import decode
-from hacrl_jax.sampler.decode import Answers, DecodeState, Drawn, Prefix, Requests, Status
+from hacrl_jax.sampler.decode import Answers, Cache, DecodeState, Drawn, Prefix, Requests, Status
 from hacrl_jax.sampler.sampling import Sampling, sampling
 from hacrl_jax.types import Array, Params, UserError
 
 PREFILL_TOKENS = 4096  # tokens of one prefill call: enough to fill the matrix units, few enough to keep waits short
 PREFILL_BUCKETS = (1 / 8, 1 / 4, 1 / 2, 1)  # of max_prompt
 WINDOWS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of max_prompt + max_response
+FEWER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # of the slots
 STEP = 16  # sizes are multiples of it
 MAX_SLOTS = 256
 
@@ -71,6 +73,7 @@ class Engine:
         self.rows = rows
         self.prefill_buckets = _sizes(config.max_prompt, PREFILL_BUCKETS)
         self.windows = _sizes(total, WINDOWS)
+        self.slot_counts = tuple(sorted({_slots(max(1, int(self.slots * share)), mesh) for share in FEWER}))
         self._cache_dtype = cache_dtype
         copied = None if mesh is None or axes is None else _copy_shardings(axes, mesh, params)
         place = self._placement()
@@ -86,6 +89,8 @@ class Engine:
         self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=place)
         self._release = jax.jit(decode.release, donate_argnums=0, out_shardings=place)
         self._resize = jax.jit(decode.resize, static_argnums=0, out_shardings=place and place.cache[0][0])
+        self._take = jax.jit(decode.take, out_shardings=place and place.replace(cache=()))
+        self._take_cache = jax.jit(decode.take_cache, static_argnums=0, out_shardings=place and place.cache[0][0])
         self._step = jax.jit(step, donate_argnums=1, out_shardings=pair)
         many = partial(decode.many, step, self.eos, config.dispatch_steps)
         self._many = jax.jit(many, donate_argnums=1, out_shardings=pair)
@@ -181,25 +186,51 @@ class Engine:
         with self._on_mesh():
             return self._many(params, decode_state, settings, np.int32(steps), np.int32(free))
 
-    def window(self, entries: int) -> int:
+    def windows_of(self, slots: int) -> tuple[int, ...]:
+        """The windows of a state with so many slots. Fewer than all come at the end, when the rows that are left are
+        long, and a wider window costs them little: the two upper ones of every second, for the sake of the warm-up."""
+        return self.windows if slots == self.slots else self.windows[::-2][1::-1]
+
+    def window(self, entries: int, slots: int | None = None) -> int:
         """The smallest window in which a row with this many live entries can take a step."""
-        return next((size for size in self.windows if size > entries), self.windows[-1])
+        windows = self.windows_of(slots or self.slots)
+        return next((size for size in windows if size > entries), windows[-1])
 
     def resize(self, decode_state: DecodeState, window: int) -> DecodeState:
         """The cache in another of the engine's windows, one layer after the other and one window at a time: the copy
         needs little memory, and every pair of neighbours is compiled in the warm-up."""
-        now, wanted = (self.windows.index(size) for size in (decode_state.window, window))
+        windows = self.windows_of(decode_state.slots)
+        now, wanted = (windows.index(size) for size in (decode_state.window, window))
         step = 1 if wanted > now else -1
         for i in range(now, wanted, step):
-            cache = jax.tree.map(partial(self._resized, self.windows[i + step]), decode_state.cache)
+            cache = self._copied(decode_state.cache, partial(self._resize, windows[i + step]))
             decode_state = decode_state.replace(cache=cache)
         return decode_state
 
-    def _resized(self, window: int, part: Array) -> Array:
+    def fewer(self, slots: int) -> int:
+        """The next smaller number of slots, 0 below the smallest."""
+        return max((count for count in self.slot_counts if count < slots), default=0)
+
+    def shrink(self, decode_state: DecodeState, kept: Sequence[int]) -> DecodeState:
+        """The rows of the slots ``kept``, in that order, in the next smaller number of slots; other rows end."""
+        slot = np.zeros(self.fewer(decode_state.slots), np.int32)
+        slot[: len(kept)] = kept
         with self._on_mesh():
-            resized = self._resize(window, part)
-        part.delete()  # before the next layer is copied
-        return resized
+            taken = self._take(decode_state.replace(cache=()), slot, np.int32(len(kept)))
+        window = self.window(decode_state.window - 1, len(slot))
+        cache = self._copied(decode_state.cache, lambda part: self._take_cache(window, part, slot))
+        return taken.replace(cache=cache)
+
+    def _copied(self, cache: Cache, copy: Callable[[Array], Array]) -> Cache:
+        """Every part of the cache by ``copy``; the old one is freed before the next is copied."""
+
+        def one(part: Array) -> Array:
+            with self._on_mesh():
+                copied = copy(part)
+            part.delete()
+            return copied
+
+        return jax.tree.map(one, cache)
 
     def prefill_shape(self, longest: int) -> tuple[int, int]:
         """(prompts per call, bucket) for prompts up to ``longest`` tokens."""
@@ -218,15 +249,21 @@ class Engine:
             prefixes.append(self.prefill(params=params, padded_tokens=np.zeros((rows, bucket)), true_length=length))
             yield f"prefill, {rows} prompts of {bucket}"
         state = self.init_decode_state(0)
-        for window in (*self.windows, self.windows[0]):  # and back: shrinking is compiled too
-            state = self.resize(state, window)
-        for window in self.windows:
-            state = self.resize(state, window)
-            for prefix in prefixes:
-                state = self.bulk_insert(prefix, state, nothing, key)
-            for choice in settings:
-                state, _ = self.generate_many(params, state, choice, steps=0, free=0)
-                yield f"decode, {self.slots} slots in a window of {window}, {choice.mode}"
+        for slots in reversed(self.slot_counts):
+            windows = self.windows_of(slots)
+            for window in (*windows, windows[0]):  # and back: narrowing is compiled too
+                state = self.resize(state, window)
+            for window in windows:
+                state = self.resize(state, window)
+                for prefix in prefixes if slots == self.slots else ():
+                    state = self.bulk_insert(prefix, state, nothing, key)
+                for choice in settings:
+                    state, _ = self.generate_many(params, state, choice, steps=0, free=0)
+                    yield f"decode, {slots} slots in a window of {window}, {choice.mode}"
+                if self.fewer(slots):
+                    smaller = self.shrink(state.replace(cache=jax.tree.map(jnp.copy, state.cache)), [])
+            if self.fewer(slots):
+                state = smaller
 
     def abstract(self, params: Params) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """The largest programs (prefill, decode) with abstract arguments, shardings included: what plan.py compiles."""

@@ -103,8 +103,8 @@ class Schedule:
     watch: Watch | None = None
     prefix: Prefix | None = None
     prefilled: range = range(0)  # prompts in prefix
-    sample: dict[int, int] = field(default_factory=dict)  # slot -> the sample that runs in it
-    entries: dict[int, int] = field(default_factory=dict)  # slot -> upper bound of its live cache entries
+    slot: dict[int, int] = field(default_factory=dict)  # of each sample that runs
+    entries: dict[int, int] = field(default_factory=dict)  # of each sample that runs: upper bound of the live ones
 
     def run(self) -> Answers:
         """Everything in the queue, to its end."""
@@ -114,43 +114,51 @@ class Schedule:
         unread: deque[tuple[Status, dict[int, int]]] = deque()
         while True:
             state, free = self._fill(state, free)
-            state = self._fit(state)
-            # With nothing left to insert, free slots end no dispatch.
-            quota = max(1, engine.slots // 16) if self.queue else engine.slots + 1
+            state = self._fit(self._shrink(state))
+            # Free slots end a dispatch: enough for the samples that wait or, once none does, for fewer slots.
+            quota = max(1, state.slots // 16) if self.queue else state.slots - engine.fewer(state.slots)
             state, status = engine.generate_many(self.work.params, state, self.work.settings, steps=steps, free=quota)
             jax.tree.map(lambda x: x.copy_to_host_async(), status if self.watch else status.entries)
-            unread.append((status, dict(self.sample)))
-            self.entries = {slot: bound + steps for slot, bound in self.entries.items()}
+            unread.append((status, dict(self.slot)))
+            self.entries = {sample: bound + steps for sample, bound in self.entries.items()}
             if len(unread) < 2:
                 continue
             freed, ended = self._read(*unread.popleft())
             free += freed
             if ended:
-                state = engine.free_resource(state, np.isin(np.arange(engine.slots), ended))
+                state = engine.free_resource(state, np.isin(np.arange(state.slots), ended))
             if not self.queue and not self.entries:
                 return state.answers
 
     def _read(self, status: Status, running: dict[int, int]) -> tuple[list[int], list[int]]:
-        """Take in the status of the dispatch before the last, in which ``running`` ran: the slots that are free now,
-        and those of them whose rows ``watch`` ended."""
+        """Take in the status of the dispatch before the last, in which ``running`` had these slots: the slots that are
+        free now, and those of them whose rows ``watch`` ended."""
         live, freed, ended = np.asarray(status.entries), [], []
         token, count = (np.asarray(status.token), np.asarray(status.count)) if self.watch else (None, None)
-        for slot, sample in running.items():
-            if self.sample.get(slot) != sample:
-                continue  # freed before, and filled anew since
-            self.entries[slot] = int(live[slot]) + self.engine.config.dispatch_steps
+        for sample, slot in running.items():
+            if sample not in self.slot:
+                continue  # ended before
+            self.entries[sample] = int(live[slot]) + self.engine.config.dispatch_steps
             finished = bool(live[slot] < 0)
-            if self.watch and self.watch(sample, token[: count[slot], slot], finished) and not finished:
-                ended.append(slot)
-            if finished or slot in ended:
-                del self.sample[slot], self.entries[slot]
-                freed.append(slot)
+            cut = bool(self.watch and self.watch(sample, token[: count[slot], slot], finished)) and not finished
+            if cut:
+                ended.append(self.slot[sample])
+            if finished or cut:
+                del self.entries[sample]
+                freed.append(self.slot.pop(sample))
         return freed, ended
+
+    def _shrink(self, state: DecodeState) -> DecodeState:
+        """As few slots as the rows that are left need, once no sample waits."""
+        while not self.queue and len(self.slot) <= self.engine.fewer(state.slots):
+            state = self.engine.shrink(state, list(self.slot.values()))
+            self.slot = {sample: slot for slot, sample in enumerate(self.slot)}
+        return state
 
     def _fit(self, state: DecodeState) -> DecodeState:
         """A window in which every live row can take a step; a smaller one only once it will do for a while."""
-        most = max(self.entries.values(), default=0)
-        needed, ample = (self.engine.window(most + more) for more in (0, 4 * self.engine.config.dispatch_steps))
+        most, ahead = max(self.entries.values(), default=0), 4 * self.engine.config.dispatch_steps
+        needed, ample = (self.engine.window(most + more, state.slots) for more in (0, ahead))
         if needed > state.window or ample < state.window:
             state = self.engine.resize(state, needed)
         return state
@@ -165,7 +173,7 @@ class Schedule:
             while self.queue and free and self.queue[0] // samples in self.prefilled:
                 number, slot = self.queue.popleft(), free.pop(0)
                 prompt = number // samples
-                self.sample[slot], self.entries[slot] = number, int(work.lengths[prompt]) - 1
+                self.slot[number], self.entries[number] = slot, int(work.lengths[prompt]) - 1
                 row = self.engine.rows if self.first is None else number - self.first
                 source, problem, limit = prompt - self.prefilled.start, int(work.ids[prompt]), int(work.limits[number])
                 batch.append((source, slot, row, number % samples, problem, limit))

@@ -15,7 +15,7 @@ from hacrl_jax import agent as policy
 from hacrl_jax import checkpoint, evaluate, exchange, groups, guard, hacpo, hosts, journal, metrics, resuming, tokenizer
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig, RewardConfig
-from hacrl_jax.sharding import check_rows, make_mesh
+from hacrl_jax.sharding import check_agents, make_mesh
 from hacrl_jax.tasks import data, rewards
 from hacrl_jax.tasks.grader import Grader
 from hacrl_jax.tasks.verify import Verdict
@@ -67,7 +67,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     resume or resuming.vacant(config, folder)
     config = resuming.pin(resuming.settle(config, folder, say) if resume else config)
     mesh = make_mesh(config.mesh)
-    check_rows(config, mesh)
+    check_agents(config, mesh)
     problems, _ = data.problems(config.data)
     steps = config.steps or data.steps_of(len(problems), batch=config.rollout.prompts, epochs=config.epochs)
     with jax.set_mesh(mesh), rewards.open_custom(config.reward) as custom:

@@ -225,11 +225,17 @@ def bytes_of(config: Config, index: int, model: DecoderConfig, size: int, traine
 
 
 def _mesh(config: Config, report: Report) -> Mesh:
+    """The run's mesh, or one that can be made here: the run may be meant for another machine."""
     try:
-        return sharding.make_mesh(config.mesh)
-    except UserError as error:  # the run may be meant for another machine
+        mesh = sharding.make_mesh(config.mesh)
+    except UserError as error:
         report.warnings.append(f"{error}; weights were laid out otherwise to load them")
         return sharding.make_mesh(MeshConfig())
+    try:
+        sharding.check_agents(config, mesh)
+    except UserError as error:
+        report.warnings.append(f"not on this machine: {error}")
+    return mesh
 
 
 def _run(folder: Path, config: Config, index: int, mesh: Mesh, ids: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from hacrl_jax.algorithm import Ability
 from hacrl_jax.config import Config, load
 from hacrl_jax.learner import Outcome
 from hacrl_jax.models import resolve
-from hacrl_jax.sharding import make_mesh
+from hacrl_jax.sharding import check_agents, make_mesh
 from hacrl_jax.tasks import data
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import UserError
@@ -56,6 +56,7 @@ def replay(folder: Path, step: int, names: Sequence[str] = (), overrides: Sequen
         raise UserError(f"--agent: no agent {unknown[0]!r} in {folder}; there are {', '.join(known)}")
     archive.read(folder / "rollouts" / archive.name(step))  # before models are loaded: is it there?
     mesh = make_mesh(config.mesh)
+    check_agents(config, mesh)
     with jax.set_mesh(mesh), guard.memory("load"):
         tokenizers = [tokenizer.load(resolve(own.model, own.revision), own.prompt) for own in config.agents]
         total = _steps(config) * config.updates_per_step()

@@ -53,14 +53,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
 
 
-def check_rows(config: Config, mesh: Mesh) -> None:
-    """Raise UserError when the devices along data and fsdp do not divide an agent's (micro-)batch."""
+def check_agents(config: Config, mesh: Mesh) -> None:
+    """Raise UserError for agents that this mesh cannot train: devices along data and fsdp that do not divide their
+    (micro-)batch, or the TPU's attention kernel elsewhere."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    for agent in config.agents:
+    kind = mesh.devices.flat[0].platform
+    for index, agent in enumerate(config.agents):
         rows = agent.micro_batch or config.minibatch * config.rollout.samples
         if rows % parts:
             what = f"micro_batch {rows}" if agent.micro_batch else f"minibatch of {rows} sequences"
             raise UserError(f"mesh: data x fsdp = {parts} devices do not divide the {what} of agent {agent.name}")
+        if agent.attention == "splash" and kind != "tpu":
+            raise UserError(f"agents.{index}.attention: splash is a kernel for TPU, and this machine's devices are "
+                            f"{kind}; set agents.{index}.attention=xla")  # fmt: skip
 
 
 def spec(*axes: str | None) -> PartitionSpec:

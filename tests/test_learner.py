@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hacrl_jax import learner, models, packing
+from hacrl_jax import learner, logprobs, models, packing
 from hacrl_jax.config import AgentConfig, LoraConfig, MeshConfig, ObjectiveConfig, OptimizerConfig
 from hacrl_jax.sharding import make_mesh
 from hacrl_jax.types import Minibatch
@@ -17,10 +17,11 @@ V, IDS, P, R, M = 96, 90, 5, 7, 16
 T = P + R
 CONFIG = models.DecoderConfig(
     architecture="Qwen3ForCausalLM", vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
     tie_word_embeddings=True, qk_norm=True, max_position_embeddings=512,
 )  # fmt: skip
 OBJECTIVE = ObjectiveConfig(eps_low=0.05, eps_high=0.05, kl_coefficient=0.01)
+UNCLIPPED = OptimizerConfig(lr=1e-3, grad_clip=0.0)
 AGENT = AgentConfig(name="a", model="-", dtype="float32", optimizer=OptimizerConfig(lr=1e-3))
 
 
@@ -53,7 +54,12 @@ def batch(seed: int = 0) -> Minibatch:
     ))  # fmt: skip
 
 
-def one_update(mesh=None, lora=None, m=1, times=1, poison=False, rows=None, **agent):
+def one_update(*arguments, **changes):
+    return updates(1, *arguments, **changes)[0]
+
+
+def updates(times, mesh=None, lora=None, m=1, poison=False, rows=None, **agent):
+    """(state, outcome) after each of so many updates on the same rows."""
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
     graphdef, abstract, axes = models.abstract(CONFIG, lora)
     from hacrl_jax.sharding import sharding, shardings
@@ -65,10 +71,11 @@ def one_update(mesh=None, lora=None, m=1, times=1, poison=False, rows=None, **ag
     rows = jax.tree.map(lambda x: jax.device_put(x, sharding(mesh, "batch", shape=x.shape[:1])), rows)
     with jax.set_mesh(mesh):
         programs = learner.build(forward(graphdef), AGENT.model_copy(update=agent), OBJECTIVE, 0, mesh, 10)
-        state = programs.init(params)
+        state, found = programs.init(params), []
         for _ in range(times):
             state, outcome = programs.update(state, rows, jnp.asarray(m, jnp.int32))
-    return jax.device_get(state), jax.device_get(outcome)
+            found.append((jax.tree.map(np.array, state), jax.device_get(outcome)))
+    return found
 
 
 def test_logprobs_and_entropy_equal_the_plain_softmax():
@@ -98,7 +105,7 @@ def test_logprob_gradient_equals_the_plain_softmax():
         return jnp.sum(weight * jnp.take_along_axis(logprob, target[:, None], 1)[:, 0])
 
     def chunked(head, hidden):
-        return jnp.sum(weight * learner.head_logprobs(head, hidden[None], target[None], IDS, 0.7, 4)[0])
+        return jnp.sum(weight * logprobs.head_logprobs(head, hidden[None], target[None], IDS, 0.7, 4)[0])
 
     expected = jax.grad(plain, (0, 1))(head, hidden)
     chex.assert_trees_all_close(jax.grad(chunked, (0, 1))(head, hidden), expected, atol=1e-5)
@@ -147,14 +154,27 @@ def test_packing_keeps_every_token_and_little_padding(seed):
     assert lengths.sum() >= 0.9 * int(places.used) * T or int(places.used) * T - lengths.sum() < T
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)])
-def test_meshes_give_the_same_update(shape):
-    data, fsdp, tensor = shape
-    one = one_update(times=3)
-    many = one_update(make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor)), times=3)
-    chex.assert_trees_all_close(many[1].loss, one[1].loss, rtol=1e-5)
-    chex.assert_trees_all_close(many[1].grad_norm, one[1].grad_norm, rtol=1e-5)
-    chex.assert_trees_all_close(many[0].trainable, one[0].trainable, atol=0.1 * AGENT.optimizer.lr)
+@pytest.fixture(scope="module")
+def alone():
+    return updates(3, optimizer=UNCLIPPED)
+
+
+MESHES = [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8), (8, 1, 1), (2, 2, 2)]  # data, fsdp, tensor
+
+
+@pytest.mark.parametrize(
+    "packed", [{}, pytest.param({"packing": True, "micro_batch": 8}, marks=pytest.mark.slow)], ids=["padded", "packed"]
+)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_meshes_give_the_same_gradients_and_parameters(alone, shape, packed):
+    mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True))))
+    many = updates(3, mesh, optimizer=UNCLIPPED, **packed)
+    chex.assert_trees_all_close(many[0][1].loss, alone[0][1].loss, rtol=1e-5)
+    chex.assert_trees_all_close(many[0][1].grad_norm, alone[0][1].grad_norm, rtol=1e-5)
+    # Without clipping the first moment is a tenth of the first gradient.
+    for ours, theirs in zip(*(jax.tree.leaves(each[0][0].moments[1].mu) for each in (many, alone)), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+    chex.assert_trees_all_close(many[2][0].trainable, alone[2][0].trainable, atol=0.1 * UNCLIPPED.lr)
 
 
 def test_own_ratio_is_exactly_one_at_the_first_update():
@@ -177,7 +197,7 @@ def test_a_nonfinite_gradient_changes_nothing_but_the_clock():
 def test_lora_moves_only_its_adapters():
     lora = LoraConfig(rank=2, alpha=4.0)
     before = jax.device_get(models.init(CONFIG, jax.random.key(0), lora))
-    state, _ = one_update(lora=lora, times=2)
+    state, _ = updates(2, lora=lora)[-1]
     _, frozen = learner.split(before)
     chex.assert_trees_all_equal(state.frozen, frozen)
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), state.trainable, learner.split(before)[0])

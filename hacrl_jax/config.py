@@ -61,6 +61,14 @@ class PromptConfig(Strict):
     format: str = "{problem}\n"
 
 
+class MeshConfig(Strict):
+    """Devices along each axis; -1 takes what the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
 class AgentConfig(Strict):
     name: str
     model: str  # a folder in Hugging Face format, or a hub id
@@ -71,10 +79,11 @@ class AgentConfig(Strict):
     lora: LoraConfig | None = None
     micro_batch: NonNegative = 0  # rows per forward and backward; 0 is the whole minibatch
     packing: bool = False  # several sequences in a row, as many micro-batches as their tokens need
-    logprob_chunk: Positive = 1024  # tokens whose logits exist at one time
+    logprob_chunk: Positive = 2048  # ids of the vocabulary whose logits exist at one time, per device
     remat: Literal["none", "dots", "full", "offload"] = "none"
     attention: Literal["xla", "splash"] = "xla"
     offload: Literal["none", "moments", "all"] = "none"  # waits in host memory while other agents have their turn
+    mesh: MeshConfig | None = None  # other axes for the same devices; None: the run's
 
 
 class ArithmeticConfig(Strict):
@@ -233,14 +242,6 @@ class GuardConfig(Strict):
     grace: NonNegative = 30  # from a signal to the end, whatever goes on
     stuck: NonNegative = 1800  # without a sign of life: all stacks are written to the run folder
     stuck_exit: NonNegative = 7200  # without a sign of life: the end
-
-
-class MeshConfig(Strict):
-    """Devices along each axis; -1 takes what the others leave."""
-
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
 
 
 class HostsConfig(Strict):

@@ -31,7 +31,7 @@ def programs(config: Config, index: int, model: DecoderConfig, mesh: Any) -> dic
         return inside + attention + layer / tensor * 2
 
     def head(tokens: float) -> float:
-        return min(tokens, settings.logprob_chunk / batch) * vocabulary * 12 + vocabulary * d * 6
+        return tokens * (min(settings.logprob_chunk, vocabulary) * 8 + d * 4) + vocabulary * d * 6
 
     tokens = math.ceil(rows / batch) * width
     splash = settings.attention == "splash"

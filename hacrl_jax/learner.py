@@ -1,4 +1,4 @@
-"""The learner: token log-probs in chunks, the loss of a minibatch, and one jitted, donated update.
+"""The learner: token log-probs, the loss of a minibatch, and one jitted, donated update.
 
 Everything is a pure function of (LearnerState, Minibatch); ``build`` closes over what is static (graph, settings) and
 returns the two compiled programs that an agent runs. The arithmetic of the loss is hacpo.loss.
@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 
 from hacrl_jax import hacpo, models, packing
 from hacrl_jax.config import AgentConfig, ObjectiveConfig, OptimizerConfig
-from hacrl_jax.sharding import constrain, replicated, sharding
+from hacrl_jax.logprobs import head_logprobs
+from hacrl_jax.sharding import replicated, sharding
 from hacrl_jax.types import Array, Minibatch, Params
 
 
@@ -72,7 +73,7 @@ class Forward:
     vocab_size: int  # ids the tokenizer has; higher rows of the head have no probability
     temperature: float
     dtype: Any
-    chunk: int  # tokens whose logits exist at one time
+    chunk: int  # ids of the vocabulary whose logits exist at one time
     responses: int  # scored tokens of a row at most, R; other positions never meet the head
     remat: str = "none"
     attention: str = "xla"
@@ -151,9 +152,8 @@ def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, lear
 def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tuple[Array, Array]:
     """Log-prob and entropy of every scored token, float32 [M, T] each, 0 elsewhere.
 
-    Only scored positions meet the head (at most forward.responses in a row of one sequence), `chunk` of them at a time
-    and recomputed in the backward pass: no [M, T, V] array exists. The distribution is softmax(logits / temperature)
-    over the ids that the tokenizer has.
+    Only scored positions meet the head (at most forward.responses in a row of one sequence). The distribution is
+    softmax(logits / temperature) over the ids that the tokenizer has.
     """
     chex.assert_rank(minibatch.tokens, 2)
     hidden, _ = models.apply(
@@ -173,41 +173,6 @@ def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tu
     spread = lambda x: jnp.zeros((M, T)).at[rows, where].set(x)  # noqa: E731
     scored = minibatch.scored
     return jnp.where(scored, spread(logprob), 0.0), jnp.where(scored, spread(entropy), 0.0)
-
-
-def head_logprobs(head: Array, hidden: Array, target: Array, vocab_size: int, temperature: float, chunk: int):
-    """log softmax(hidden @ head.T / temperature)[target] and the entropy, each float32 [M, N].
-
-    head [V, D], hidden [M, N, D], target [M, N] int32. Works through `chunk` tokens at a time, as many of each row; the
-    backward pass recomputes the logits of a chunk from hidden. On a mesh rows stay where they are and the vocabulary is
-    split over tensor.
-    """
-    M, N, _ = hidden.shape
-    size = max(1, min(chunk // M, N))  # of each row
-    pad = -N % size
-    cut = lambda x: jnp.moveaxis(x.reshape(M, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731  [steps, M, size, ...]
-    hidden = constrain(cut(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))), None, "batch", None, None)
-    target = cut(jnp.pad(target, ((0, 0), (0, pad))))
-    absent = jnp.arange(head.shape[0]) >= vocab_size
-    ids = jnp.arange(head.shape[0], dtype=target.dtype)
-    head = constrain(head, "vocab", None)  # gathered over fsdp once, not in every chunk
-
-    @jax.checkpoint
-    def one(_, part):
-        states, wanted = part
-        # Cast here, so that the gradients of the chunks add up in float32.
-        logits = jnp.einsum("mnd,vd->mnv", states, head.astype(states.dtype), preferred_element_type=jnp.float32)
-        logits = constrain(jnp.where(absent, -jnp.inf, logits / temperature), "batch", None, "vocab")
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        # A masked sum: a gather would fetch the whole vocabulary from the devices that share it.
-        logprob = jnp.sum(jnp.where(ids == wanted[..., None], logits, 0.0), axis=-1) - normalizer
-        frozen = jax.lax.stop_gradient(logits)
-        probability = jnp.exp(frozen - jax.lax.stop_gradient(normalizer)[..., None])
-        entropy = jax.lax.stop_gradient(normalizer) - jnp.sum(probability * jnp.where(absent, 0.0, frozen), axis=-1)
-        return None, (logprob, entropy)
-
-    _, results = jax.lax.scan(one, None, (hidden, target))
-    return tuple(jnp.moveaxis(x, 0, 1).reshape(M, -1)[:, :N] for x in results)
 
 
 def make_optimizer(config: OptimizerConfig, total_updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:

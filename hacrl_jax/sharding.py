@@ -53,12 +53,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
 
 
+def agent_mesh(config: Config, index: int, mesh: Mesh) -> Mesh:
+    """The mesh of one agent: the run's, or all of its devices along the agent's own axes (UserError: fewer)."""
+    own = config.agents[index].mesh
+    if own is None:
+        return mesh
+    made = make_mesh(own, list(mesh.devices.flat))
+    if made.size != mesh.size:
+        raise UserError(f"agents.{index}.mesh: it has {made.size} of the run's {mesh.size} devices; agents share all")
+    return made
+
+
 def check_agents(config: Config, mesh: Mesh) -> None:
     """Raise UserError for agents that this mesh cannot train: devices along data and fsdp that do not divide their
     (micro-)batch, or the TPU's attention kernel elsewhere."""
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
     kind = mesh.devices.flat[0].platform
     for index, agent in enumerate(config.agents):
+        own = agent_mesh(config, index, mesh)
+        parts = own.shape["data"] * own.shape["fsdp"]
         rows = agent.micro_batch or config.minibatch * config.rollout.samples
         if rows % parts:
             what = f"micro_batch {rows}" if agent.micro_batch else f"minibatch of {rows} sequences"
@@ -100,6 +112,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, sharding(mesh, *axes, shape=x.shape))
+
+
+def parts(axis: str, size: int) -> int:
+    """Among how many devices a logical axis of this size is split where a mesh is set (jax.set_mesh), else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = None if mesh.empty else sharding(mesh, axis, shape=(size,)).spec[0]
+    return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -13,7 +13,7 @@ PACKAGE = Path(hacrl_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     {"types", "presets", "mistakes", "config", "metrics"},
-    {"hacpo", "diagnostics", "groups", "hosts", "topology", "sharding", "tokenizer", "tasks", "models"},
+    {"hacpo", "diagnostics", "groups", "hosts", "logprobs", "topology", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing", "pairing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
     {"algorithm", "doctor", "export", "generate", "plan", "replay", "report", "serving"},
@@ -25,6 +25,7 @@ ONLY = {  # rooms that know less than their level allows
     "metrics": {"types", "config"},
     "hacpo": {"types", "config"},
     "groups": {"types", "config", "hacpo"},
+    "logprobs": {"types", "sharding"},
     "diagnostics": {"types", "config", "hacpo"},
     "models": {"types", "config", "sharding"},
     "sampler": {"types", "config", "sharding", "models"},

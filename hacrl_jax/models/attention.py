@@ -35,7 +35,7 @@ def cached(q: Array, k: Array, v: Array, cache: tuple[Array, Array], length: Arr
     causal, for the new tokens among themselves. Returns [B, T, H, h].
     """
     b, t, heads, h = q.shape
-    parts = _tensor_parts(k.shape)  # P: the flat axis lies in so many parts, on as many devices
+    parts = sharding.parts("kv_heads", k.shape[2])  # P: the flat axis lies in so many parts, on as many devices
     group = k.shape[2] // parts  # kv heads of a part
     # A query is laid at its kv head's place in its part's flat axis, zero elsewhere: more products, which a decode step
     # has to spare, and the cache is read as it lies. Split into heads, the TPU compiler copied and transposed every
@@ -64,10 +64,3 @@ def cached(q: Array, k: Array, v: Array, cache: tuple[Array, Array], length: Arr
     mixed = (mixed / total[..., None]).reshape(b, parts, t, heads // parts, group, h)
     mixed = jnp.sum(jnp.where(own, mixed, 0), axis=4)  # [B, P, T, H / P, h]
     return jnp.moveaxis(mixed, 1, 2).astype(q.dtype).reshape(b, t, heads, h)
-
-
-def _tensor_parts(shape: tuple[int, ...]) -> int:
-    """Devices over which the kv heads of [B, T, K, h] are split, where a mesh is set (jax.set_mesh)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axis = None if mesh.empty else sharding.sharding(mesh, None, None, "kv_heads", None, shape=shape).spec[2]
-    return 1 if axis is None else mesh.shape[axis]

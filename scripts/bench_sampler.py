@@ -4,8 +4,8 @@
 
 The work is sample_uniform and sample_ragged of $HACRL_SHARED/bench/workloads.json (default: ../shared). Ragged rows end
 at lengths that the scheduler does not know: an array on the device ends them. `bound` is what the decode steps alone
-would give with all slots busy; `schedule` is the sum of the step times, each at its own number of slots and window, that
-the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. The runs of all
+would give with all slots busy; `schedule` is the sum of the step times, each at its own number of slots and window,
+that the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. The runs of all
 contestants alternate, and medians are compared, because other work on the machine changes its speed from minute to
 minute.
 """
@@ -148,8 +148,8 @@ def _step_seconds(engine: Engine, params: Params) -> dict[tuple[int, int], float
             for _ in range(9):
                 # Always the same entries, the last of the window.
                 full = partial(jnp.full_like, state.length)
-                state = state.replace(length=full(window - count), step=full(0), limit=full(10**6), row=full(engine.rows),
-                                      live=jnp.ones_like(state.live))  # fmt: skip
+                state = state.replace(length=full(window - count), step=full(0), limit=full(10**6),
+                                      row=full(engine.rows), live=jnp.ones_like(state.live))  # fmt: skip
                 jax.block_until_ready(state)
                 start = time.perf_counter()
                 state, status = engine.generate_many(params, state, settings, steps=count, free=slots + 1)

@@ -3,7 +3,7 @@
 The forward pass keeps, per token, a running maximum and sums over the blocks (as in Milakov and Gimelshein, 2018); the
 backward pass knows the normalizer, so that each block's part of the head's gradient is computed once and complete.
 
-Extra letters: t tokens, P devices that share the vocabulary, b ids of a block on one of them, C blocks.
+Extra letters: t tokens, P devices that share the vocabulary, v ids that each of them has, b ids of a block on one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hacrl_jax.sharding import constrain, parts
 from hacrl_jax.types import Array
 
 LOWEST = -1e30  # finite: the maximum over ids that have no probability
+LOGITS = 2**25  # of a block on one device at most: more tokens make smaller blocks
+SMALLEST = 128  # ids of a block
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Softmax:
 
     vocab_size: int  # rows of the head from here up have no probability
     temperature: float
-    chunk: int  # ids whose logits exist at one time, on each device
+    chunk: int  # ids whose logits exist at one time at most, on each device
     dtype: Any  # of the products, which are summed in float32
 
     def product(self, equation: str, a: Array, b: Array) -> Array:
@@ -42,10 +45,11 @@ class Softmax:
 
 
 class Block(NamedTuple):
-    """Blocks [C, ...] to scan over, or one of them."""
+    """Part of the vocabulary: b ids of each device."""
 
+    start: Array  # [] the first of its v ids
     head: Array  # [P, b, D]
-    ids: Array  # [P, b] int32; padding has ids that no tokenizer has
+    ids: Array  # [P, b] int32; those that belong to another block are ids that no tokenizer has
 
 
 def head_logprobs(
@@ -71,8 +75,12 @@ def _both(space: Softmax, head: Array, x: Array, target: Array) -> tuple[Array, 
 def _forward(space: Softmax, head: Array, x: Array, target: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """What _both gives, and what the backward pass needs."""
 
-    def one(carry: tuple[Array, ...], block: Block) -> tuple[tuple[Array, ...], None]:
+    table = _table(space, head)
+    size, starts = _blocks(space, table, x)
+
+    def one(carry: tuple[Array, ...], start: Array) -> tuple[tuple[Array, ...], None]:
         top, total, weighted, wanted = carry  # [t, P] each: devices meet once, after the last block
+        block = _block(table, size, *start)
         logits = space.logits(block, x)
         higher = jnp.maximum(top, jnp.max(logits, axis=-1))
         shrunk, weight = jnp.exp(top - higher), jnp.exp(logits - higher[..., None])
@@ -84,9 +92,8 @@ def _forward(space: Softmax, head: Array, x: Array, target: Array) -> tuple[tupl
         wanted += jnp.sum(jnp.where(block.ids == target[:, None, None], finite, 0.0), axis=-1)
         return (higher, total, weighted, wanted), None
 
-    blocks = _blocks(head, space.chunk)
-    zeros = constrain(jnp.zeros((x.shape[0], blocks.head.shape[1])), "batch", "vocab")
-    (top, total, weighted, wanted), _ = jax.lax.scan(one, (zeros + LOWEST, zeros, zeros, zeros), blocks)
+    zeros = constrain(jnp.zeros((x.shape[0], table.shape[0])), "batch", "vocab")
+    (top, total, weighted, wanted), _ = jax.lax.scan(one, (zeros + LOWEST, zeros, zeros, zeros), starts)
     highest = jnp.max(top, axis=-1)
     scale = jnp.exp(top - highest[:, None])
     total = jnp.sum(total * scale, axis=-1)
@@ -99,40 +106,54 @@ def _backward(space: Softmax, kept: tuple[Array, ...], cotangent: tuple[Array, A
     head, x, target, normalizer = kept
     slope = (cotangent[0] / space.temperature)[:, None, None]
 
-    def one(total: Array, block: Block) -> tuple[Array, Array]:
+    table = _table(space, head)
+    size, starts = _blocks(space, table, x)
+
+    def one(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+        d_table, d_x = carry
+        block = _block(table, size, *start)
         probability = jnp.exp(space.logits(block, x) - normalizer[:, None, None])
         d_logits = slope * ((block.ids == target[:, None, None]) - probability)
         d_block = space.product("tv,td->vd", d_logits.reshape(x.shape[0], -1), x).reshape(block.head.shape)
+        d_block = constrain(d_block, "vocab", None, "embed")
         # Summed over the blocks where the vocabulary lies, and over these devices once, at the end.
-        total += space.product("tpv,pvd->ptd", d_logits, block.head)
-        return constrain(total, "vocab", "batch", None), constrain(d_block, "vocab", None, "embed")
+        d_x += space.product("tpv,pvd->ptd", d_logits, block.head)
+        d_table = jax.lax.dynamic_update_slice_in_dim(d_table, d_block, block.start, 1)
+        return (constrain(d_table, "vocab", None, "embed"), constrain(d_x, "vocab", "batch", None)), None
 
-    blocks = _blocks(head, space.chunk)
-    zeros = constrain(jnp.zeros((blocks.head.shape[1], *x.shape)), "vocab", "batch", None)
-    d_x, d_blocks = jax.lax.scan(one, zeros, blocks)
-    d_head = jnp.moveaxis(d_blocks, 0, 1).reshape(d_blocks.shape[1], -1, head.shape[1])  # [P, C * b, D]
-    d_head = d_head[:, : head.shape[0] // d_head.shape[0]].reshape(head.shape)
-    return d_head.astype(head.dtype), d_x.sum(0).astype(x.dtype), None
+    d_table = constrain(jnp.zeros(table.shape), "vocab", None, "embed")
+    d_x = constrain(jnp.zeros((table.shape[0], *x.shape)), "vocab", "batch", None)
+    (d_table, d_x), _ = jax.lax.scan(one, (d_table, d_x), starts)
+    return _rows(d_table).astype(head.dtype), d_x.sum(0).astype(x.dtype), None
 
 
 _both.defvjp(_forward, _backward)
 
 
-def _blocks(head: Array, chunk: int) -> Block:
-    """The vocabulary in blocks of at most `chunk` ids on each of the devices that share it."""
-    head = constrain(head, "vocab", None)  # gathered over fsdp once, not in every block
-    shared = parts("vocab", head.shape[0])
-    rows = head.shape[0] // shared
-    count = -(-rows // chunk)
-    # A few more blocks, if these divide the rows: padding copies the whole head.
-    count = next((more for more in range(count, 2 * count) if rows % more == 0), count)
+def _table(space: Softmax, head: Array) -> Array:
+    """The head [P, v, D] in the products' dtype: gathered over fsdp once, and not in every block."""
+    head = constrain(head.astype(space.dtype), "vocab", None)
+    return head.reshape(parts("vocab", head.shape[0]), -1, head.shape[1])
+
+
+def _blocks(space: Softmax, table: Array, x: Array) -> tuple[int, tuple[Array, Array]]:
+    """(b, for each block: its first row, and the first row that is its own).
+
+    Blocks that do not divide the rows overlap, because padding would copy the whole head. The last one comes first: the
+    gradient of the rows that it shares is then written anew by the block to which they belong.
+    """
+    rows, tokens = table.shape[1], x.shape[0] // parts("batch", x.shape[0])
+    count = -(-rows // min(space.chunk, max(LOGITS // tokens, SMALLEST), rows))
     size = -(-rows // count)
-    pad = size * count - rows
-    ids = jnp.arange(head.shape[0], dtype=jnp.int32).reshape(shared, rows)
-    ids = jnp.pad(ids, ((0, 0), (0, pad)), constant_values=jnp.iinfo(jnp.int32).max)
-    cut = jnp.pad(head.reshape(shared, rows, -1), ((0, 0), (0, pad), (0, 0)))
-    cut = jnp.moveaxis(cut.reshape(shared, count, size, -1), 1, 0)
-    return Block(constrain(cut, None, "vocab", None, None), jnp.moveaxis(ids.reshape(shared, count, size), 1, 0))
+    own = np.arange(count - 1, 2 * count - 1) % count * size
+    return size, (jnp.asarray(np.minimum(own, rows - size), jnp.int32), jnp.asarray(own, jnp.int32))
+
+
+def _block(table: Array, size: int, start: Array, own: Array) -> Block:
+    rows = start + jnp.arange(size)
+    first = jnp.arange(table.shape[0])[:, None] * table.shape[1]  # the first id of each device
+    ids = jnp.where(rows >= own, first + rows, jnp.iinfo(jnp.int32).max)
+    return Block(start, jax.lax.dynamic_slice_in_dim(table, start, size, 1), ids)
 
 
 def _rows(x: Array) -> Array:

@@ -80,7 +80,7 @@ class AgentConfig(Strict):
     micro_batch: NonNegative = 0  # rows per forward and backward; 0 is the whole minibatch
     packing: bool = False  # several sequences in a row, as many micro-batches as their tokens need
     logprob_chunk: Positive = 2048  # ids of the vocabulary whose logits exist at one time, per device
-    remat: Literal["none", "dots", "full", "offload"] = "none"
+    remat: Literal["none", "dots", "full", "offload"] = "dots"
     attention: Literal["xla", "splash"] = "xla"
     offload: Literal["none", "moments", "all"] = "none"  # waits in host memory while other agents have their turn
     mesh: MeshConfig | None = None  # other axes for the same devices; None: the run's

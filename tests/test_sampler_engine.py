@@ -173,6 +173,26 @@ def test_limits_end_rows_and_more_rows_than_the_engine_keeps_come_in_passes():
     assert short.response.shape == (7, 7) and (short.length == 7).all()
 
 
+@pytest.mark.parametrize("shape", [None, {"data": 2, "fsdp": 1, "tensor": 2}])
+def test_rows_that_are_left_move_to_fewer_slots(three, shape):
+    """What they give is what they give where they stay."""
+    made = make(slots=16, eos=(), mesh=shape and sharding.make_mesh(MeshConfig(**shape)))
+    limit = np.where(np.arange(21) % 6 == 2, 24, 1 + np.arange(21) % 9)
+    seen, step = [], made[0].generate_many
+    made[0].generate_many = lambda params, state, *rest, **more: (
+        seen.append((state.slots, state.window)) or step(params, state, *rest, **more)
+    )
+    found = sample(made, limit=limit)
+    slots = [count for count, _ in seen]
+    assert slots[0] == 16 and slots == sorted(slots, reverse=True) and len(set(slots)) == 4
+    assert all(count % 2 == 0 for count in slots) or shape is None
+    assert all(window in made[0].windows_of(count) for count, window in seen)
+    expected = sample(make(slots=3, eos=()), limit=limit)
+    np.testing.assert_array_equal(found.length, limit)
+    np.testing.assert_array_equal(found.response, expected.response)
+    np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
+
+
 def test_bad_requests_are_told(three):
     engine, params = three
     for length in (0, 41):

@@ -18,6 +18,7 @@ from hacrl_jax.learner import Learner, LearnerState, Outcome
 from hacrl_jax.sampler.engine import Engine
 from hacrl_jax.sampler.rollout import rollout
 from hacrl_jax.sampler.sampling import sampling
+from hacrl_jax.sharding import agent_mesh, replicated
 from hacrl_jax.tokenizer import Tokenizer
 from hacrl_jax.types import Array, Minibatch, Params, Problem, Rollouts
 
@@ -39,6 +40,7 @@ class Agent:
     engine: Engine
     learner: Learner
     mesh: Mesh
+    run_mesh: Mesh  # where what agents share lies; the same devices
     state: LearnerState
     sampler_params: Params  # the compute-dtype copy that the engine reads
     reference: Params | None  # the initial policy in compute dtype; None when nothing reads it
@@ -55,21 +57,24 @@ class Agent:
     def generate(self, problems: Sequence[Problem], step: int, attempt: int = 0) -> Rollouts:
         """G training samples of each problem from the policy of this step; everything stays on the device."""
         settings = self.config.rollout
-        key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)
-        return rollout(
-            self.engine, self.copy, *self.prompts(problems), problem_ids(problems), key,
-            samples=settings.samples, temperature=settings.temperature,
-        )  # fmt: skip
+        with jax.set_mesh(self.mesh):
+            key = sample_key(self.config.seed, self.index, PURPOSES["train"], step, attempt)
+            rollouts = rollout(
+                self.engine, self.copy, *self.prompts(problems), problem_ids(problems), key,
+                samples=settings.samples, temperature=settings.temperature,
+            )  # fmt: skip
+        return self._shared(rollouts)
 
     def answer(self, problems: Sequence[Problem], settings: EvalSet, step: int, samples: int) -> Rollouts:
         """samples answers of each problem under an evaluation's sampling settings."""
-        key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
         longest = settings.max_response or self.config.rollout.max_response
-        return rollout(
-            self._engine(longest), self.copy, *self.prompts(problems), problem_ids(problems), key,
-            samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
-            min_p=settings.min_p, max_response=longest,
-        )  # fmt: skip
+        with jax.set_mesh(self.mesh):
+            key = sample_key(self.config.seed, self.index, PURPOSES["eval"], step, 0)
+            return rollout(
+                self._engine(longest), self.copy, *self.prompts(problems), problem_ids(problems), key,
+                samples=samples, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+                min_p=settings.min_p, max_response=longest,
+            )  # fmt: skip
 
     def warm_up(self, evaluations: Sequence[EvalSet]) -> Iterator[str]:
         """Compile what the sampler will need, so that nothing compiles later; yields the name of each program."""
@@ -77,7 +82,13 @@ class Agent:
         for own in evaluations:
             choice = sampling(own.temperature, own.top_p, own.top_k, own.min_p)
             choices.setdefault(choice.mode, choice)
-        return self.engine.warm_up(self.copy, tuple(choices.values()))
+        programs = self.engine.warm_up(self.copy, tuple(choices.values()))
+        while True:
+            with jax.set_mesh(self.mesh):
+                name = next(programs, None)
+            if name is None:
+                return
+            yield name
 
     def _engine(self, max_response: int) -> Engine:
         """The engine of training, or one with room for longer answers: an evaluation may allow them."""
@@ -105,20 +116,29 @@ class Agent:
         prompts, prompt_length = self.prompts(problems)
         rows = exchange.own_rows(rollouts, prompts, prompt_length)
         size, params = self.config.minibatch * self.config.rollout.samples, self.params
-        scored = [
-            self.learner.score(params, exchange.take(rows, index))
-            for index in np.arange(rows.tokens.shape[0]).reshape(-1, size)
-        ]
+        parts = [exchange.take(rows, index) for index in np.arange(rows.tokens.shape[0]).reshape(-1, size)]
+        with jax.set_mesh(self.mesh):
+            scored = [self.learner.score(params, self._own(part)) for part in parts]
+        scored = self._shared(scored)
         return exchange.response_part(jnp.concatenate(scored), prompt_length, responses=rollouts.response.shape[1])
 
     def update(self, part: Minibatch, m: int) -> Outcome:
         """One optimizer update, number m of this step; what it tells stays on the device."""
         self.state = moved(self.state, DEVICE)
-        if self.reference is not None:
-            reference = self.learner.score(self.reference_params(), part)
-            part = part.replace(reference_token_logprob=reference)
-        self.state, outcome = self.learner.update(self.state, part, jnp.asarray(m, jnp.int32))
-        return outcome
+        with jax.set_mesh(self.mesh):
+            part = self._own(part)
+            if self.reference is not None:
+                reference = self.learner.score(self.reference_params(), part)
+                part = part.replace(reference_token_logprob=reference)
+            self.state, outcome = self.learner.update(self.state, part, jnp.asarray(m, jnp.int32))
+        return self._shared(outcome)
+
+    def _own(self, tree: Any) -> Any:
+        """Arrays that all agents share, replicated, as arrays of this agent's mesh; the devices have them already."""
+        return tree if self.mesh == self.run_mesh else jax.device_put(tree, replicated(self.mesh))
+
+    def _shared(self, tree: Any) -> Any:
+        return tree if self.mesh == self.run_mesh else jax.device_put(tree, replicated(self.run_mesh))
 
     def reference_params(self) -> Params:
         return learner.combine(moved(self.reference, DEVICE), self.state.frozen)
@@ -153,6 +173,12 @@ class Agent:
 
 def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
     """Load one agent of the config: tokenizer, weights, programs. UserError where something does not fit."""
+    own = agent_mesh(config, index, mesh)
+    with jax.set_mesh(own):
+        return _create(config, index, own, mesh, total_updates)
+
+
+def _create(config: Config, index: int, mesh: Mesh, run_mesh: Mesh, total_updates: int) -> Agent:
     settings = config.agents[index]
     folder = models.resolve(settings.model, settings.revision)
     graphdef, model, params = models.load(folder, mesh=mesh, lora=settings.lora)
@@ -168,8 +194,8 @@ def create(config: Config, index: int, mesh: Mesh, total_updates: int) -> Agent:
         zeros = settings.lora is not None
         reference = jax.tree.map(lambda x: jnp.zeros_like(x) if zeros else jnp.array(x, dtype), state.trainable)
     agent = Agent(
-        settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, state,
-        engine.load_params(params), reference,
+        settings.name, index, folder, config, model, graphdef, tok, engine, programs, mesh, run_mesh,
+        state, engine.load_params(params), reference,
     )  # fmt: skip
     agent.make_room()
     return agent

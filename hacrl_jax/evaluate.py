@@ -286,4 +286,4 @@ def _downloaded(config: Config, index: int, mesh: Mesh) -> Agent:
         axes=models.abstract(model)[2],
     )  # fmt: skip
     copy = engine.load_params(params)
-    return Agent(settings.name, index, folder, config, model, graphdef, tok, engine, None, mesh, None, copy, None)
+    return Agent(settings.name, index, folder, config, model, graphdef, tok, engine, None, mesh, mesh, None, copy, None)

@@ -20,7 +20,7 @@ from hacrl_jax.sharding import constrain, parts
 from hacrl_jax.types import Array
 
 LOWEST = -1e30  # finite: the maximum over ids that have no probability
-LOGITS = 2**25  # of a block on one device at most: more tokens make smaller blocks
+LOGITS = 2**24  # of a block on one device at most: more tokens make smaller blocks
 SMALLEST = 128  # ids of a block
 
 

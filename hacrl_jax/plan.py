@@ -20,7 +20,7 @@ from huggingface_hub import hf_hub_download
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from hacrl_jax import agent, estimate, models, sharding, topology
-from hacrl_jax.config import Config
+from hacrl_jax.config import Config, MeshConfig
 from hacrl_jax.models.published import published
 from hacrl_jax.topology import GIB, Compiled, Topology
 from hacrl_jax.types import Minibatch, UserError
@@ -85,9 +85,10 @@ def plan(config: Config, name: str, *, cache: Path | None = CACHE, analytic: boo
     """
     where = topology.parse(name)
     estimated = analytic or topology.libtpu() is None
-    mesh = _abstract_mesh(config, where) if estimated else sharding.make_mesh(config.mesh, topology.devices(where))
+    everywhere = None if estimated else sharding.make_mesh(config.mesh, topology.devices(where))
     agents = []
     for index in range(len(config.agents)):
+        mesh = _abstract_mesh(config, index, where) if estimated else sharding.agent_mesh(config, index, everywhere)
         with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
             agents.append(_agent(config, index, mesh, where, estimated, cache, say))
     phases = tuple(_phases(config, agents))
@@ -254,7 +255,7 @@ def _advice(config: Config, found: Plan) -> list[str]:
     peak = found.peak
     index = next(i for i, one in enumerate(found.agents) if one.name == peak.agent)
     settings, key = config.agents[index], f"agents.{index}"
-    parts = dict(zip(("data", "fsdp", "tensor"), _sizes(config, found.topology), strict=True))
+    parts = dict(zip(sharding.AXES, _sizes(settings.mesh or config.mesh, found.topology), strict=True))
     advice = []
     if peak.name == "generate" and peak.bytes["cache"] >= peak.bytes["temporaries"]:
         advice.append(f"rollout.slots={max(config.rollout.slots or 256, 2) // 2}")
@@ -272,8 +273,8 @@ def _advice(config: Config, found: Plan) -> list[str]:
     return [*advice, "a larger --topology", *([] if settings.lora else [f"{key}.lora.rank=16"])]
 
 
-def _sizes(config: Config, where: Topology) -> tuple[int, int, int]:
-    sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+def _sizes(mesh: MeshConfig, where: Topology) -> tuple[int, ...]:
+    sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     known = math.prod(size for size in sizes if size > 0)
     sizes = [where.chips // known if size == -1 else size for size in sizes]
     if math.prod(sizes) != where.chips:
@@ -281,8 +282,9 @@ def _sizes(config: Config, where: Topology) -> tuple[int, int, int]:
     return tuple(sizes)
 
 
-def _abstract_mesh(config: Config, where: Topology) -> AbstractMesh:
-    return AbstractMesh(_sizes(config, where), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+def _abstract_mesh(config: Config, index: int, where: Topology) -> AbstractMesh:
+    sizes = _sizes(config.agents[index].mesh or config.mesh, where)
+    return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import small_run
 
-from hacrl_jax import algorithm, learner, metrics, packing, sharding
-from hacrl_jax.config import MeshConfig
+from hacrl_jax import algorithm, logprobs, metrics, packing, sharding
+from hacrl_jax.config import AgentConfig, MeshConfig
 from hacrl_jax.types import UserError
 
 V, D, B = 151_936, 1_024, 8  # Qwen3-0.6B's head
@@ -20,7 +20,7 @@ def plain(head, hidden, target):
 
 
 def chunked(head, hidden, target):
-    return learner.head_logprobs(head, hidden, target, V, 1.0, 1024)[0].sum()
+    return logprobs.head_logprobs(head, hidden, target, V, 1.0, AgentConfig(name="a", model="-").logprob_chunk)[0].sum()
 
 
 def gradient_temporaries(function, length: int) -> int:
@@ -81,6 +81,27 @@ def test_what_waits_in_host_memory_changes_no_result(tmp_path):
     )  # fmt: skip
     assert here == away
     assert sum("loss" in row for row in here) == 4
+
+
+@pytest.mark.slow
+def test_agents_with_axes_of_their_own_share_the_devices(tmp_path):
+    """The first update of each agent: the same answers, rewards and gradients on any axes."""
+    alike, apart = (
+        rows_of(small_run.config(
+            tmp_path, name=name, steps=1, minibatch=4, checkpoint={"every": 0}, agents=agents,
+            rollout={"prompts": 4, "samples": 2, "slots": 2, "max_response": 24},
+        ))
+        for name, agents in (("alike", {}), ("apart", {"llama": {"mesh": {"fsdp": 1, "tensor": 2}}}))
+    )  # fmt: skip
+    for one, other in zip(alike, apart, strict=True):
+        assert one.keys() == other.keys() and one["reward"] == other["reward"]
+        np.testing.assert_allclose(other["grad_norm"], one["grad_norm"], rtol=1e-4)
+
+
+def test_an_agent_uses_all_devices_of_its_run(tmp_path):
+    config = small_run.config(tmp_path, agents={"llama": {"mesh": {"fsdp": 2}}})
+    with pytest.raises(UserError, match=r"agents\.1\.mesh: it has 2 of the run's 4 devices"):
+        sharding.check_agents(config, sharding.make_mesh(MeshConfig(), jax.devices()[:4]))
 
 
 @pytest.mark.slow

@@ -81,11 +81,13 @@ def plan(config: Config, name: str, *, cache: Path | None = CACHE, analytic: boo
     """The plan of a config on a topology such as v5e:4x4.
 
     analytic, or libtpu absent: no program is compiled, temporaries are estimated. Raises UserError for a topology that
-    does not exist, a mesh that does not fit it, or a model whose shape cannot be found.
+    does not exist, a mesh that does not fit it or its agents, or a model whose shape cannot be found.
     """
     where = topology.parse(name)
     estimated = analytic or topology.libtpu() is None
     everywhere = None if estimated else sharding.make_mesh(config.mesh, topology.devices(where))
+    if everywhere is not None:
+        sharding.check_agents(config, everywhere)
     agents = []
     for index in range(len(config.agents)):
         mesh = _abstract_mesh(config, index, where) if estimated else sharding.agent_mesh(config, index, everywhere)

@@ -158,7 +158,7 @@ data: {{source: arithmetic}}
 rollout: {{prompts: 4, samples: 2, max_prompt: 128, max_response: 128, slots: 8}}
 agents:
 - {{name: wide, model: {folder}/wide, packing: true, micro_batch: 2, remat: full, attention: splash}}
-- {{name: half, model: {folder}/half, micro_batch: 2, remat: dots, offload: all}}
+- {{name: half, model: {folder}/half, micro_batch: 4, remat: offload, offload: all, mesh: {{fsdp: 4, tensor: 1}}}}
 """
 
 
@@ -186,7 +186,8 @@ def test_all_programs_compile_for_a_tpu(tmp_path):
     assert first["fits"] and not first["estimated"]
     for one, other in zip(first["agents"], second["agents"], strict=True):
         for name, program in one["programs"].items():
-            assert program["temporaries"] > 0 and not program["error"] and program["arguments"] > 0, name
+            assert program["arguments"] > 0 and not program["error"], name
+            assert program["temporaries"] > 0 or name == "prefill", name  # a small one has room in the cores
             assert other["programs"][name]["cached"]
         assert one["programs"]["update"]["aliased"] > 0  # donated
         assert "all-gather" in one["programs"]["update"]["collectives"]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from hacrl_jax import agent as policy
-from hacrl_jax import checkpoint, evaluate, exchange, groups, guard, hacpo, hosts, journal, metrics, resuming, tokenizer
+from hacrl_jax import exchange, frame, groups, guard, hacpo, hosts, journal, metrics
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, ObjectiveConfig, RewardConfig
-from hacrl_jax.sharding import check_agents, make_mesh
-from hacrl_jax.tasks import data, rewards
+from hacrl_jax.tasks import rewards
 from hacrl_jax.tasks.grader import Grader
 from hacrl_jax.tasks.verify import Verdict
 from hacrl_jax.types import Problem, Rollouts, UserError
@@ -61,65 +58,13 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
     resume continues the run folder at its last complete checkpoint; fresh moves an existing one aside. Raises UserError
     for whatever the user can mend, before anything is written.
     """
-    folder = metrics.check(config, resume=resume, fresh=fresh)
-    hosts.agree("the config", config.model_dump(mode="json", exclude={"hosts": {"index"}}))
-    say = resuming.speaker(show)
-    resume or resuming.vacant(config, folder)
-    config = resuming.pin(resuming.settle(config, folder, say) if resume else config)
-    mesh = make_mesh(config.mesh)
-    check_agents(config, mesh)
-    problems, _ = data.problems(config.data)
-    steps = config.steps or data.steps_of(len(problems), batch=config.rollout.prompts, epochs=config.epochs)
-    with jax.set_mesh(mesh), rewards.open_custom(config.reward) as custom:
-        with guard.memory("load"):
-            agents = [
-                policy.create(config, k, mesh, steps * config.updates_per_step()) for k in range(len(config.agents))
-            ]
-        exchange.check([agent.tokenizer for agent in agents], config.objective)
-        initial = resuming.first_weights(agents)
-        held_out = [(settings, data.problems(settings.data)[0]) for settings in config.eval.sets]
-        problems, long = readable(problems, agents)
-        batches = data.batches(problems, batch=config.rollout.prompts, seed=config.seed)
-        mark = resuming.Mark(0, np.zeros((0, len(agents))), batches.get_state(), not config.eval.before, {})
-        if resume:
-            with checkpoints(config, folder, write=False) as saved:
-                mark = resuming.restore(saved, agents, initial, problems, say) or mark
-            batches.set_state(mark.data)
-        run = metrics.Run.open(
-            config, folder, total=steps, resume_step=(mark.step or -1) if resume else None, evaluated=mark.evaluated,
-            fresh=fresh, show=show,
-        )  # fmt: skip
-        store = checkpoints(config, folder)
-        watch = guard.Watch(config.guard, folder, store.check, mark.skipped)
-        keep = partial(_keep, run, store, agents, lambda mark: resuming.record(config, agents, initial, problems, mark))
-        with run, Grader(config.verifier) as grader, watch, store:
-            store.set_aside(after=mark.step)
-            run.say(f"{len(problems)} problems, {long} with a long prompt left out; steps {mark.step + 1} to {steps}")
-            evaluated = partial(_evaluated, agents, held_out, grader, run, watch, steps)
-            verdicts = partial(judge, grader=grader, config=config.reward, custom=custom, say=run.say)
-            ability = Ability(mark.history)
-            try:
-                for agent in agents:
-                    with watch.phase("generate", agent.name):
-                        for program in agent.warm_up(config.eval.sets):
-                            run.progress(mark.step, f"{agent.name} compiles {program}")
-                            watch.beat()
-                mark = evaluated(mark)
-                for step in range(mark.step + 1, steps + 1):
-                    ability = train_step(next(batches), step, agents, ability, verdicts, config, run, watch)
-                    due = _due(config.eval.every, step) or (step == steps and config.eval.after)
-                    mark = resuming.Mark(step, ability.history, batches.get_state(), not due, dict(watch.skipped))
-                    run.progress(step)
-                    watch.turn()
-                    mark = evaluated(mark)
-                    if _due(config.checkpoint.every, step) or step == steps:
-                        keep(mark)
-            except guard.Stop as stop:
-                keep(mark)
-                store.wait()
-                saved = f"saved after step {mark.step}" if mark.step else "no step was complete"
-                raise guard.Stop(f"{stop}: {saved}; --resume goes on from there") from None
-    return Summary(folder, steps)
+    with frame.opened(config, resume=resume, fresh=fresh, show=show) as run:
+        verdicts = partial(judge, grader=run.grader, config=run.config.reward, custom=run.custom, say=run.output.say)
+        ability = Ability(run.mark.history)
+        for step, problems in run.steps():
+            ability = train_step(problems, step, run.agents, ability, verdicts, run.config, run.output, run.watch)
+            run.done(step, ability.history)
+    return Summary(run.output.folder, run.total)
 
 
 def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], ability: Ability, judge: Judge,
@@ -195,42 +140,3 @@ def judge(
             function.tell(say)
     found = hosts.gather("rewards", found)[0]
     return np.asarray(found, np.float64).reshape(len(text), -1), verdicts  # None becomes NaN
-
-
-def readable(problems: Sequence[Problem], agents: Sequence[Agent]) -> tuple[list[Problem], int]:
-    """The problems whose prompt every agent can read, and how many were left out: for all agents together."""
-    limit = agents[0].config.rollout.max_prompt
-    kept = [
-        problem for problem in problems
-        if all(len(tokenizer.render(agent.tokenizer, problem)) <= limit for agent in agents)
-    ]  # fmt: skip
-    if not kept:
-        raise UserError(f"data: every prompt is longer than rollout.max_prompt {limit}; raise it")
-    return kept, len(problems) - len(kept)
-
-
-def _due(every: int, step: int) -> bool:
-    return bool(every) and step % every == 0
-
-
-def checkpoints(config: Config, folder: Path, write: bool = True) -> checkpoint.Store:
-    return checkpoint.Store(resuming.place(config, folder), config.checkpoint, write=write)
-
-
-def _evaluated(agents: Sequence[Agent], held_out: evaluate.HeldOut, grader: Grader, run: metrics.Run,
-               watch: guard.Watch, steps: int, mark: resuming.Mark) -> resuming.Mark:  # fmt: skip
-    """Do the evaluation that is due at a mark; the one after training may allow longer answers."""
-    if not mark.evaluated:
-        longest = agents[0].config.eval.final_max_response if mark.step == steps else 0
-        if longest:
-            held_out = [(own.model_copy(update={"max_response": longest}), problems) for own, problems in held_out]
-        evaluate.all_agents(agents, held_out, grader, mark.step, run, watch)
-    return replace(mark, evaluated=True)
-
-
-def _keep(run: metrics.Run, store: checkpoint.Store, agents: Sequence[Agent],
-          record: Callable[[resuming.Mark], dict[str, Any]], mark: resuming.Mark) -> None:  # fmt: skip
-    """Start saving a mark, unless it is saved already."""
-    if mark.step > max(store.steps(), default=0):
-        run.sync()  # the rows up to this step first
-        store.save(mark.step, {agent.name: resuming.saved(agent) for agent in agents}, record(mark))

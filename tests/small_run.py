@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hacrl_jax import agent as policy
 from hacrl_jax import algorithm
 from hacrl_jax.agent import Agent
 from hacrl_jax.config import Config, resolve
@@ -55,7 +56,7 @@ def finish(runs: Path) -> Finished:
     """Run it. The first update of qwen in step 3 gets a NaN in its batch."""
     here = config(runs)
     agents, states, calls = [], [], []
-    create, update = algorithm.policy.create, Agent.update
+    create, update = policy.create, Agent.update
 
     def made(*arguments: Any) -> Agent:
         agents.append(create(*arguments))
@@ -70,11 +71,11 @@ def finish(runs: Path) -> Finished:
         states.append(jax.tree.map(np.array, agent.state))
         return outcome
 
-    algorithm.policy.create, Agent.update = made, poison
+    policy.create, Agent.update = made, poison
     try:
         summary = algorithm.train(here, show=False)
     finally:
-        algorithm.policy.create, Agent.update = create, update
+        policy.create, Agent.update = create, update
     return Finished(summary.folder, here, agents, (states[0], states[1]))
 
 

@@ -11,7 +11,7 @@ import small_run
 import yaml
 
 import hacrl_jax
-from hacrl_jax import algorithm, cli, metrics
+from hacrl_jax import algorithm, cli, frame, metrics
 from hacrl_jax.agent import Agent
 from hacrl_jax.types import UserError
 
@@ -183,12 +183,33 @@ def test_long_prompts_leave_for_all_agents_together(tmp_path):
     limit = int(np.median(lengths.max(axis=0)))
     rollout = config.rollout.model_copy(update={"max_prompt": limit})
     agents = [fake(tok, config.model_copy(update={"rollout": rollout})) for tok in tokenizers]
-    kept, left_out = algorithm.readable(problems, agents)
+    kept, left_out = frame.readable(problems, agents)
     assert kept == [problems[i] for i in np.flatnonzero(lengths.max(axis=0) <= limit)]
     assert left_out == len(problems) - len(kept)
     tiny = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_prompt": 1})})
     with pytest.raises(UserError, match="max_prompt 1"):
-        algorithm.readable(problems, [fake(tok, tiny) for tok in tokenizers])
+        frame.readable(problems, [fake(tok, tiny) for tok in tokenizers])
+
+
+def test_a_long_prompt_of_an_evaluation_is_told_before_training(tmp_path):
+    from hacrl_jax.tasks import data
+    from hacrl_jax.tokenizer import load, render
+
+    test = {"source": "arithmetic", "split": "test", "arithmetic": {"digits": 1, "size": 8}}
+    config = small_run.config(tmp_path, eval={"sets": [{"data": test}]})
+    held_out = [(own, data.problems(own.data)[0]) for own in config.eval.sets]
+    tok = load(config.agents[0].model, config.agents[0].prompt)
+    longest = max(len(render(tok, problem)) for problem in held_out[0][1])
+
+    def agent(limit):
+        own = fake(tok, config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_prompt": limit})}))
+        own.name = "ada"
+        return own
+
+    frame.check_held_out(held_out, [agent(longest)])
+    said = rf"eval.sets arithmetic: \d+ of 8 prompts are .* {longest - 1} for agent ada; set it to {longest}"
+    with pytest.raises(UserError, match=said):
+        frame.check_held_out(held_out, [agent(longest - 1)])
 
 
 def fake(tok, config) -> Agent:

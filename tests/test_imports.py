@@ -16,7 +16,7 @@ LEVELS = (
     {"hacpo", "diagnostics", "groups", "hosts", "logprobs", "topology", "sharding", "tokenizer", "tasks", "models"},
     {"sampler", "learner", "exchange", "estimate", "checkpoint", "archive", "guard", "mirror", "packing", "pairing"},
     {"agent", "measures", "results", "evaluate", "journal", "resuming"},
-    {"algorithm", "doctor", "export", "generate", "plan", "replay", "report", "serving"},
+    {"algorithm", "doctor", "export", "frame", "generate", "plan", "replay", "report", "serving"},
     {"cli", "cli_answers"},
 )
 ONLY = {  # rooms that know less than their level allows

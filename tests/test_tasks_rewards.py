@@ -129,3 +129,15 @@ def test_paths_are_checked_before_the_run(tmp_path):
 def test_open_functions_must_be_the_configs(file):
     with pytest.raises(UserError, match="1 functions and 0 are open"):
         given(config_of(file, "graded"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("import not_there", "ModuleNotFoundError"), ("x =", "SyntaxError"), ("y = 1", "AttributeErr")],
+)
+def test_a_function_that_cannot_be_loaded_is_told_at_the_start(tmp_path, content, said):
+    path = tmp_path / "mine.py"
+    path.write_text(content)
+    with open_custom(config_of(path, "f", on_error="drop")) as custom, pytest.raises(UserError, match=said) as raised:
+        custom[0].start()
+    assert "cannot be loaded" in str(raised.value) and "\n" not in str(raised.value)

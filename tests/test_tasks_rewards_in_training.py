@@ -135,7 +135,9 @@ def test_a_run_with_a_custom_reward(tmp_path, file):
             assert row["reward"] == pytest.approx(np.mean(scored)) and row["capability"] == 1.0
 
 
-def test_a_custom_reward_that_is_not_there_stops_before_anything_is_written(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.py:f"):
-        hacrl_jax.train(config(tmp_path, reward={"custom": [{"function": "nowhere.py:f"}]}), show=False)
+@pytest.mark.parametrize("function", ["nowhere.py:f", "mine.py:not_there"])
+def test_a_custom_reward_that_is_not_there_stops_before_anything_is_written(tmp_path, file, monkeypatch, function):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=function):
+        hacrl_jax.train(config(tmp_path, reward={"custom": [{"function": function}]}), show=False)
     assert not (tmp_path / "rewarded").exists()

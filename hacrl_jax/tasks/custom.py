@@ -1,5 +1,7 @@
 """The process of one custom reward function: a line names a batch file and a file for the scores; a line answers.
 
+The first line says whether the function could be loaded.
+
 Started as ``python -m hacrl_jax.tasks.custom FILE NAME`` by rewards.py. The function is the user's own code.
 """
 
@@ -13,18 +15,17 @@ from pathlib import Path
 
 
 def main(path: str, name: str) -> None:
-    """Answer every ``[batch file, scores file]`` line with ``done``, or with what went wrong."""
+    """Say ``done`` once the function is there, then to every ``[batch file, scores file]``, or what went wrong."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the function may print
     try:
         function = load(path, name)
     except Exception as error:
-        function, failure = None, _described(error, "cannot be loaded: ")
+        replies.write(_described(error, "cannot be loaded: ") + "\n")
+        return
+    replies.write("done\n")
     for line in sys.stdin:
         batch, scores = json.loads(line)
-        if function is None:
-            replies.write(failure + "\n")
-            continue
         try:
             result = function(json.loads(Path(batch).read_text()))
             # Arrays are welcome; NaN passes json on purpose, the parent names it.

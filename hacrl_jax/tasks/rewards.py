@@ -114,6 +114,14 @@ class CustomReward:
         self._end()
         self._folder.cleanup()
 
+    def start(self) -> None:
+        """Load the function now. Raises UserError where that fails, whatever ``on_error`` says of batches."""
+        try:
+            self._start()
+        except _Failed as failure:
+            self._end()
+            raise UserError(f"reward.custom: {self.config.function} {failure}") from None
+
     def tell(self, say: Callable[[str], None]) -> None:
         """Say the warnings since the last time."""
         for line in self.warnings:
@@ -146,21 +154,26 @@ class CustomReward:
         request = Path(self._folder.name) / "batch.json"
         request.write_text(json.dumps(batch))
         if self._process is None:
-            self._process = self._start()
+            self._start()
         reply = Path(self._folder.name) / "scores.json"
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([str(request), str(reply)]).encode() + b"\n")
             self._process.stdin.flush()
+        self._done()
+        return json.loads(reply.read_text())
+
+    def _done(self) -> None:
         line = self._line(time.monotonic() + self.config.deadline)
         if line.strip() != b"done":
             raise _Failed(line.decode(errors="replace").strip() or "died")
-        return json.loads(reply.read_text())
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         package_parent = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(part for part in (package_parent, os.environ.get("PYTHONPATH")) if part)
         environment = os.environ | {"PYTHONPATH": path}
-        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, env=environment)
+        self._done()
 
     def _line(self, deadline: float) -> bytes:
         """The child's next line, b"" where it died. Raises _Failed at the deadline."""

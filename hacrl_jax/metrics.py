@@ -27,6 +27,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -169,7 +170,7 @@ class Run:
         row = {"step": int(row["step"]), **_plain(dict(row)), "time/wall": round(time.time(), 3)}
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
-        self._board(row)
+        self._board(row).flush()
         if self._bar and "reward" in row:
             self._bar.reward(str(row.get("agent", "")), row["reward"])
 
@@ -202,30 +203,41 @@ class Run:
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
-        for board in self._boards.values():
-            board.close()
-        for file in (self._file, self._lock):
-            if file:
-                file.close()
+        with ExitStack() as stack:  # all of them, were the disk full
+            for part in (self._lock, self._file, *self._boards.values()):
+                if part:
+                    stack.callback(part.close)
         self._boards, self._file, self._lock, self._bar = {}, None, None, None
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            self.close()
+        except OSError:
+            if kind is None:  # otherwise the first error is the one to tell
+                raise
 
-    def _board(self, row: Mapping[str, Any]) -> None:
+    def _board(self, row: Mapping[str, Any]) -> Any:
+        """Add a row to TensorBoard; the writer, not flushed."""
+        from tensorboardX.event_file_writer import EventsWriter  # SummaryWriter's thread hangs the run on a full disk
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         # One TensorBoard "run" per agent, so that equal tags of all agents share a chart.
         name = quote(str(row.get("agent", "all")), safe="")
         if name not in self._boards:
-            from tensorboardX import SummaryWriter
-
-            self._boards[name] = SummaryWriter(str(self.folder / "tensorboard" / name))
-        for key, value in row.items():
-            if key not in ("step", "time/wall") and isinstance(value, int | float):
-                tag = re.sub(r"[^-/\w.]", "_", key)
-                self._boards[name].add_scalar(tag, value, row["step"], walltime=row["time/wall"])
+            folder = self.folder / "tensorboard" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            self._boards[name] = EventsWriter(str(folder / "events"))
+        values = [
+            Summary.Value(tag=re.sub(r"[^-/\w.]", "_", key), simple_value=value)
+            for key, value in row.items() if key not in ("step", "time/wall") and isinstance(value, int | float)
+        ]  # fmt: skip
+        event = Event(wall_time=row["time/wall"], step=row["step"], summary=Summary(value=values))
+        self._boards[name].write_event(event)
+        return self._boards[name]
 
 
 class _Bar:

@@ -1,7 +1,9 @@
 """The files of a run: strict JSON, exact cuts on resume, and nothing overwritten silently."""
 
+import io
 import json
 import math
+import resource
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -156,3 +158,19 @@ def test_progress_shows_steps_rewards_and_time_left(tmp_path, capsys, monkeypatc
     first, second = capsys.readouterr().err.splitlines()
     assert "step 1/100" in first and "a 0.250 b -" in first and "update b" in first
     assert "left" in second
+
+
+@pytest.mark.parametrize("full", ["rows", "board"])
+def test_a_full_disk_is_told_at_the_row_that_meets_it(tmp_path, full):
+    config, limits = make(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    row = {"agent": "a", "reward": 0.5} | ({"x" * 60: 1.0} if full == "board" else {"text": "x" * 500})
+    try:
+        with pytest.raises(OSError, match="File too large"), metrics.Run.open(config, show=False) as run:
+            if full == "board":
+                run._file = io.StringIO()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+            for step in range(1, 400):
+                run.log({"step": step, **row})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert 10 < step < 399

@@ -215,10 +215,10 @@ class Store:
     def _read(self, step: int, like: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         for name, tree in like.items():
-            place = f"{self._local}/step_{step}/{_item(name)}"
+            place = f"{self._local}/step_{step}"
             fault = None
             try:
-                flat = {key: _load(place, key, x) for key, x in _placed(flatten(tree)).items()}
+                flat = {key: load_array(place, name, key, x) for key, x in _placed(flatten(tree)).items()}
             except (ValueError, OSError) as error:
                 fault = reason(error)
             if any_host(fault is not None):  # all hosts take the same step
@@ -234,14 +234,20 @@ class Store:
         try:
             yield
         except Exception as error:
-            steps = self._mirror.steps() if self._mirror else self._manager.all_steps(read=True)
-            whole = [step for step in steps if step < self._saving]
-            kept = f"the last complete checkpoint is of step {max(whole)}" if whole else "no earlier one is complete"
+            kept = self._kept()
             self._task, self._failed = None, UserError(
                 f"the checkpoint of step {self._saving} could not be saved in {self.folder}: {reason(error)}; {kept}; "
                 "mend the cause, then continue with --resume"
             )  # fmt: skip
             raise self._failed from error
+
+    def _kept(self) -> str:
+        try:  # what broke the save may keep us from looking, too
+            steps = self._mirror.steps() if self._mirror else self._manager.all_steps(read=True)
+        except Exception:
+            return "the folder cannot be read now to see which one is the last"
+        whole = [step for step in steps if step < self._saving]
+        return f"the last complete checkpoint is of step {max(whole)}" if whole else "no earlier one is complete"
 
 
 class _Damaged(Exception):
@@ -327,12 +333,13 @@ def _placed(flat: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x.sharding)) for key, x in flat.items()}
 
 
-def _load(folder: str, name: str, like: jax.ShapeDtypeStruct) -> Array:
-    """One saved array, of which this host reads the shards of its own devices.
+def load_array(folder: str, agent: str, name: str, like: jax.ShapeDtypeStruct) -> Array:
+    """One saved array of an agent; folder is a step's. This host reads the shards of its own devices.
 
     By tensorstore itself: orbax's reader leaves callbacks behind when it meets a damaged file, which print tracebacks
     for as long as the process lives.
     """
+    folder = f"{folder}/{_item(agent)}"
     match folder.partition("://"):
         case ("gs", _, path):
             base = {"driver": "gcs", "bucket": path.partition("/")[0], "path": path.partition("/")[2] + "/"}

@@ -5,8 +5,8 @@
 Two small agents with different tokenizers, one of them with low-rank updates, go three times through shuffled data that
 the batch does not divide. The victim is killed (SIGKILL, now and then SIGTERM) at random moments: after a random time,
 inside a phase of a random step, or while a checkpoint is being written; each time it continues with --resume. At the
-end its metrics (times aside), rollouts and last checkpoint must be those of the untouched run to the last bit. Ends
-with status 1 if anything differs.
+end its metrics (times aside), rollouts and last checkpoint, array by array, must be those of the untouched run to the
+last bit. Ends with status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -136,18 +137,20 @@ def untouched(work: Path) -> Path:
 
 def torture(work: Path, moments: list[Moment]) -> Path:
     """The folder of a run that was ended at every moment, then left alone."""
-    folder = prepare(work, "victim")
+    folder, ends = prepare(work, "victim"), Counter()
     for number, moment in enumerate([*moments, None], start=1):
         status, seconds, words = run(folder, resume=number > 1, moment=moment)
         place = (folder / "where").read_text().strip()
         expected = (0, STATUS[moment["signal"]]) if moment else (0,)  # 0: the run was over before its moment came
         how = f"SIG{moment['signal']}" if moment and status else "finished"
-        print(f"{number}: {how} at {place}, status {status}, {seconds:.0f} s", flush=True)
+        print(f"{number}: {how} at {place or 'the start'}, status {status}, {seconds:.0f} s", flush=True)
+        ends.update([f"{how} in {place.split()[2] if place else 'start'}"] if moment and status else [])
         if status not in expected:
             raise SystemExit(f"status {status} instead of {expected}:\n{words}")
         if status == 0 and moment:
             print("the run is over; the other moments come too late", flush=True)
             break
+    print(f"{ends.total()} ends: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())), flush=True)
     return folder
 
 
@@ -168,7 +171,35 @@ def differences(one: Path, other: Path) -> list[str]:
             found.append(f"rollouts/{name}")
     a, b = (_last_record(run) for run in (one, other))
     found += [f"last checkpoint: {key}" for key in a | b if a.get(key) != b.get(key) and key != "config"]
+    return found or [f"last checkpoint: {name}" for name in _arrays(one, other, a)]
+
+
+def _arrays(one: Path, other: Path, record: dict[str, Any]) -> list[str]:
+    """Names of the arrays (parameters, moments, counters) of two last checkpoints that are not equal bit by bit."""
+    import jax
+    import numpy as np
+
+    from hacrl_jax import checkpoint
+
+    found = []
+    for agent, facts in record["agents"].items():
+        for key, (*shape, dtype) in facts.get("arrays", {}).items():
+            like = jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+            a, b = (
+                np.asarray(checkpoint.load_array(f"{run}/checkpoints/{record['folder']}", agent, key, like))
+                for run in (one, other)
+            )
+            if a.tobytes() != b.tobytes():
+                found.append(f"{agent}, {key}")
     return found
+
+
+def compared(run: Path) -> str:
+    """How much ``differences`` holds against each other."""
+    agents = _last_record(run)["agents"]
+    rows = sum(1 for _ in (run / "metrics.jsonl").open())
+    arrays = ", ".join(f"{len(facts['arrays'])} arrays of {name}" for name, facts in agents.items())
+    return f"{rows} metrics rows, {len(list((run / 'rollouts').iterdir()))} files of rollouts, {arrays}"
 
 
 def _last_record(run: Path) -> dict[str, Any]:
@@ -202,13 +233,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="a folder that stays; default: a temporary one")
     arguments = parser.parse_args()
+    begin = time.monotonic()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="torture-"))
     whole = untouched(work) / "run"
     clocks = [json.loads(line)["time/wall"] for line in (whole / "metrics.jsonl").open()]
     span = (clocks[-1] - clocks[2]) / 13  # from the second of 14 steps on: the first compiles
     victim = torture(work, random_moments(arguments.kills, arguments.seed, span)) / "run"
     found = differences(whole, victim)
-    print("\n".join(found) or "metrics, rollouts and last checkpoint are equal to the last bit")
+    print("\n".join(found) or f"equal to the last bit: {compared(whole)}")
+    print(f"{time.monotonic() - begin:.0f} s in all")
     if not arguments.work:
         shutil.rmtree(work)
     sys.exit(1 if found else 0)

@@ -236,3 +236,37 @@ def test_any_fsspec_url_serves_and_a_step_counts_when_all_of_it_is_there():
 def test_an_unknown_kind_of_url_is_a_mistake():
     with pytest.raises(UserError, match=r"checkpoint\.folder nowhere://x cannot be reached"):
         Store("nowhere://x", CheckpointConfig())
+
+
+def test_a_place_that_is_lost_while_saving_is_one_line(monkeypatch):
+    def lost(*_):
+        raise OSError("no route to host")
+
+    store = Store("memory://lost/run", CheckpointConfig())
+    monkeypatch.setattr(checkpoint.Mirror, "push", lost)
+    monkeypatch.setattr(checkpoint.Mirror, "steps", lost)
+    store.save(1, {"a": {"x": jnp.zeros(3)}}, {})
+    with pytest.raises(UserError, match="step 1 could not be saved in memory://lost/run: no route to host; the folder"):
+        store.wait()
+    with pytest.raises(UserError, match="no route"):
+        store.close()
+
+
+def test_a_bucket_is_handed_on_as_it_is(monkeypatch):
+    """No bucket is within reach of the tests: this is the address that orbax and tensorstore get."""
+    seen = []
+
+    def manager(folder, options):
+        seen.append(str(folder))
+
+    def opened(spec, **_):
+        seen.append(spec["kvstore"]["base"])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(checkpoint.ocp, "CheckpointManager", manager)
+    monkeypatch.setattr(checkpoint.tensorstore, "open", opened)
+    assert Store("gs://bucket/runs/mine", CheckpointConfig()).folder == "gs://bucket/runs/mine"
+    with pytest.raises(ValueError, match="seen"):
+        checkpoint.load_array("gs://bucket/runs/mine/step_3", "a/b", "x", None)
+    base = {"driver": "gcs", "bucket": "bucket", "path": "runs/mine/step_3/agent.a%2Fb/"}
+    assert seen == ["gs://bucket/runs/mine", base]

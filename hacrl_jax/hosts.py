@@ -29,6 +29,7 @@ from hacrl_jax.types import UserError
 
 Row = TypeVar("Row")
 FAILED = "hacrl/failed"  # the first failure of any host, in the key-value store of jax.distributed
+ALIVE = "hacrl/alive"  # by host, a number that grows while the host lives
 LOOK_SECONDS = 0.5  # between two looks at it
 BUG = 1  # exit status of what is not a UserError
 
@@ -181,6 +182,8 @@ def _on_tpu() -> bool:
 def _watch(group: _Group) -> None:
     """End this process when another one has failed: the main thread may wait for it inside a program."""
     while not group.done.wait(LOOK_SECONDS):
+        with suppress(jax.errors.JaxRuntimeError):  # the service itself is gone: the heartbeat ends that
+            group.client.key_value_set(f"{ALIVE}/{jax.process_index()}", str(time.time()), allow_overwrite=True)
         failed = _failure(group.client)
         if failed and failed["host"] != jax.process_index():
             _end(failed["status"], f"{failed['word']}: {_said(failed)}")
@@ -193,10 +196,32 @@ def _failure(client: Any) -> dict[str, Any] | None:
         return None
 
 
+def _silent(client: Any) -> list[int]:
+    """The hosts that give no sign of life for a few seconds."""
+
+    def signs() -> list[str | None]:
+        found = []
+        for host in range(jax.process_count()):
+            try:
+                found.append(client.key_value_try_get(f"{ALIVE}/{host}"))
+            except jax.errors.JaxRuntimeError:  # not yet there, or its keeper is gone
+                found.append(None)
+        return found
+
+    before = signs()
+    time.sleep(8 * LOOK_SECONDS)
+    quiet = [host for host, (a, b) in enumerate(zip(before, signs(), strict=True)) if a == b]
+    # Without the first host, which keeps the signs, nothing is known of the others.
+    return [0] if 0 in quiet else [host for host in quiet if host != jax.process_index()]
+
+
 def _stop_all(group: _Group, error: BaseException) -> NoReturn:
     """Post why this host stops, and end it."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         time.sleep(2 * LOOK_SECONDS)  # a broken connection is noticed before its reason is posted
+        if not _failure(group.client) and (silent := _silent(group.client)):
+            names = ", ".join(f"host {host}" for host in silent)
+            error = UserError(f"no sign of life from {names}: killed, or its machine is lost; start all with --resume")
     first = _failure(group.client)
     if first and first["host"] != jax.process_index():  # then this is its echo
         _end(first["status"], f"{first['word']}: {_said(first)}")

@@ -5,6 +5,7 @@ Modes: gradient (one update on fixed rows, its results to FOLDER), and ways in w
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -13,9 +14,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hacrl_jax import hosts, learner, models, sharding
-from hacrl_jax.config import AgentConfig, HostsConfig, MeshConfig, ObjectiveConfig
+from hacrl_jax.checkpoint import Store
+from hacrl_jax.config import AgentConfig, CheckpointConfig, HostsConfig, MeshConfig, ObjectiveConfig
 from hacrl_jax.tasks.verify import Verdict
 from hacrl_jax.types import Minibatch, UserError
 
@@ -59,6 +62,23 @@ def gradient(folder: Path) -> None:
         np.savez(folder / "result.npz", *leaves, loss=np.asarray(outcome.loss), norm=np.asarray(outcome.grad_norm))
 
 
+def save(folder: Path, host: int) -> None:
+    """A checkpoint of all hosts, for whose second step the disk of one of them is full."""
+    mesh = sharding.make_mesh(MeshConfig())
+    place = NamedSharding(mesh, PartitionSpec("fsdp"))
+    values = np.random.default_rng(0).normal(size=(8, 100_000)).astype(np.float32)
+    array = jax.make_array_from_callback(values.shape, place, lambda index: values[index])
+    with Store(folder / "c", CheckpointConfig()) as store:
+        store.save(1, {"a": {"x": array}}, {})
+        store.wait()
+        if jax.process_index() == host:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        store.save(2, {"a": {"x": array}}, {})
+        for _ in range(600):
+            store.check()
+            time.sleep(0.1)
+
+
 def fail(mode: str) -> None:
     """The second host fails while the first waits: in a program, or for its verdicts."""
     second = jax.process_index() == 1
@@ -88,4 +108,10 @@ def fail(mode: str) -> None:
 if __name__ == "__main__":
     mode, folder, settings = sys.argv[1], Path(sys.argv[2]), HostsConfig(**json.loads(sys.argv[3]))
     with hosts.joined(settings):
-        gradient(folder) if mode == "gradient" else fail(mode)
+        match mode:
+            case "gradient":
+                gradient(folder)
+            case "full disk 0" | "full disk 1":
+                save(folder, int(mode[-1]))
+            case _:
+                fail(mode)

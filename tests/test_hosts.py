@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hacrl_jax import hosts
+from hacrl_jax import archive, hosts
 from hacrl_jax.config import HostsConfig
 from hacrl_jax.tasks.verify import Verdict
 
@@ -33,14 +33,21 @@ def environment(devices: int) -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "PYTHONPATH": str(ROOT)}
 
 
-def start(commands: list[list[str]]) -> list[tuple[int, str, float]]:
-    """Run commands side by side, 8 devices in all; (status, stderr, when it ended) of each."""
+def start(commands: list[list[str]], kill_when: Path | None = None) -> list[tuple[int, str, float]]:
+    """Run commands side by side, 8 devices in all; (status, stderr, when it ended) of each.
+
+    kill_when: the last one is killed once this folder exists.
+    """
     env = environment(8 // len(commands))
     processes = [
         subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     try:
+        while kill_when and not kill_when.exists() and processes[-1].poll() is None:
+            time.sleep(0.1)
+        if kill_when:
+            processes[-1].kill()
         results = []
         for process in processes:
             _, errors = process.communicate(timeout=LIMIT)
@@ -111,6 +118,8 @@ def test_two_processes_update_like_one_though_one_has_no_valid_row(tmp_path):
         ("differs", [2, 2], "the config: host 0 has {'lr': 2}, host 1 has {'lr': 1}; make them equal"),
         ("slow", [2, 2], "host 1 of 2 did not deliver its part of verdicts within 3 s"),
         ("killed", [None, -9], "stopped sending heartbeats):\n1\n"),
+        ("full disk 0", [2, 2], "the checkpoint of step 2 could not be saved"),
+        ("full disk 1", [2, 2], "host 1 stopped: the checkpoint of step 2 could not be saved"),
     ],
 )
 def test_hosts_end_together_and_say_why(tmp_path, mode, statuses, cause):
@@ -125,15 +134,14 @@ def test_hosts_end_together_and_say_why(tmp_path, mode, statuses, cause):
     assert results[1][2] - begin < 120  # the failing program would have run for 60 s after its start
 
 
-def train(folder: Path, processes: int, *overrides: str) -> list[tuple[int, str, float]]:
+def train(folder: Path, processes: int, *overrides: str, kill_when: Path | None = None) -> list[tuple[int, str, float]]:
     command = [sys.executable, "-m", "hacrl_jax.cli", "train", "configs/quickstart.yaml", f"runs={folder}"]
     small = ["eval.sets=[]", "rollout.prompts=8", "rollout.samples=4", "minibatch=4", "mesh.fsdp=4", "mesh.data=2"]
     small += ["checkpoint.every=2"]
     address = f"127.0.0.1:{port()}"
     named = lambda i: [f"hosts.coordinator={address}", f"hosts.count={processes}", f"hosts.index={i}"]  # noqa: E731
-    return start([
-        [*command, *small, *overrides, *(named(i) if processes > 1 else [])] for i in range(processes)
-    ])  # fmt: skip
+    commands = [[*command, *small, *overrides, *(named(i) if processes > 1 else [])] for i in range(processes)]
+    return start(commands, kill_when)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -142,11 +150,21 @@ def rows(folder: Path) -> list[dict]:
     return [{key: value for key, value in json.loads(line).items() if not timed(key)} for line in lines]
 
 
+def ids(folder: Path) -> list[np.ndarray]:
+    """What each agent answered in the first step."""
+    _, buffer, _ = archive.read(folder / "rollouts" / archive.name(1))
+    return [np.asarray(own.response) for own in buffer.rollouts]
+
+
 @pytest.mark.slow
-def test_two_processes_train_resume_and_repeat_themselves(tmp_path):
+def test_two_processes_train_lose_one_resume_and_repeat_themselves(tmp_path):
     whole = train(tmp_path, 2, "name=whole", "steps=5")
     assert [status for status, *_ in whole] == [0, 0], whole
-    assert [status for status, *_ in train(tmp_path, 2, "name=part", "steps=2")] == [0, 0]
+    saved = tmp_path / "part" / "checkpoints" / "step_2"
+    left, killed = train(tmp_path, 2, "name=part", "steps=5", "hosts.heartbeat=10", kill_when=saved)
+    assert killed[0] == -9 and left[0] not in (0, None), left
+    assert left[2] - killed[2] < 60, left  # the heartbeat, and what a busy machine adds
+    assert re.search(r"no sign of life from host 1: killed|stopped sending heartbeats\):\n1\n", left[1]), left
     assert [status for status, *_ in train(tmp_path, 2, "name=part", "steps=5", "--resume")] == [0, 0]
     assert train(tmp_path, 1, "name=one", "steps=1")[0][0] == 0
 
@@ -158,6 +176,8 @@ def test_two_processes_train_resume_and_repeat_themselves(tmp_path):
 
     first = "rollouts/step_000001.jsonl"
     assert (tmp_path / "one" / first).read_text() == (tmp_path / "whole" / first).read_text()  # answers and rewards
+    for one, two in zip(ids(tmp_path / "one"), ids(tmp_path / "whole"), strict=True):
+        np.testing.assert_array_equal(two, one)
     for one, two in zip(trained("one"), trained("whole")[:2], strict=True):
         assert one["reward"] == two["reward"]
         np.testing.assert_allclose(two["grad_norm"], one["grad_norm"], rtol=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from hacrl_jax.models import splash
 from hacrl_jax.types import Array
 
 Implementation = Literal["xla", "splash"]
+BLOCKS = 4  # of a row's queries, each of which meets the keys up to its own end
 MASKED = -1e30  # finite, so that a row with every key masked stays finite
 
 
@@ -24,8 +26,18 @@ def causal(q: Array, k: Array, v: Array, segment: Array | None, implementation: 
     """
     if implementation == "splash":
         return splash.causal(q, k, v, segment)
-    mask = None if segment is None else (segment[:, None, :, None] == segment[:, None, None, :])  # [B, 1, T, T]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+    # In blocks, because the keys that no query of a block sees would cost as much as the others: at T = 192 the forward
+    # and backward pass took 0.6 of the time on CPU.
+    ends = sorted({-(-q.shape[1] * i // BLOCKS) for i in range(1, BLOCKS + 1)})
+    mixed = []
+    for start, end in pairwise((0, *ends)):
+        visible = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None, None]  # [1, 1, t, s]
+        if segment is not None:
+            visible = visible & (segment[:, None, start:end, None] == segment[:, None, None, :end])
+        mixed.append(
+            jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=visible, implementation="xla")
+        )
+    return jnp.concatenate(mixed, axis=1)
 
 
 def cached(q: Array, k: Array, v: Array, cache: tuple[Array, Array], length: Array, segment: Array | None) -> Array:

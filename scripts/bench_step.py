@@ -126,8 +126,8 @@ def trl(folder: Path, work: dict[str, Any], steps: int) -> list[float]:
     settings = GRPOConfig(
         output_dir=str(folder / f"trl-{os.getpid()}"), max_steps=steps + 1, per_device_train_batch_size=batch,
         num_generations=work["samples"], max_completion_length=work["new_tokens"], learning_rate=RATE, beta=0.0,
-        importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, temperature=1.0, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1000,
+        importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, temperature=1.0,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1000,
         disable_tqdm=True, generation_kwargs={"min_new_tokens": work["new_tokens"]},
         model_init_kwargs={"dtype": torch.float32},
     )  # fmt: skip

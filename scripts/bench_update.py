@@ -177,7 +177,9 @@ def ours(folder: Path, work: Work) -> Update:
     responses = work.old.shape[1]
     objective = ObjectiveConfig(eps_low=LOW, eps_high=HIGH, kl_coefficient=0.0, cross="none")
     agent = AgentConfig(name="a", model=str(folder), optimizer=OptimizerConfig(lr=RATE, grad_clip=0.0))
-    forward = learner.Forward(graphdef, config.vocab_size, 1.0, jnp.float32, agent.logprob_chunk, responses)
+    forward = learner.Forward(
+        graphdef, config.vocab_size, 1.0, jnp.float32, agent.logprob_chunk, responses, remat=agent.remat
+    )
     programs = learner.build(forward, agent, objective, 0, mesh, total_updates=1)
     old = np.concatenate([np.zeros((rows, length - responses), np.float32), work.old], axis=1)
     zero, one = np.zeros((rows, length), np.float32), np.ones((rows, 1), np.float32)

@@ -141,7 +141,8 @@ def batches(
         return [problems[order[position]] for position in range(begin, begin + share)]
 
     data = grain.MapDataset.range(steps).map(load)
-    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    # One thread reads ahead; the state counts what was handed out, not what was read.
+    return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
 def steps_of(count: int, *, batch: int, epochs: int) -> int:

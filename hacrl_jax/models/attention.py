@@ -26,8 +26,8 @@ def causal(q: Array, k: Array, v: Array, segment: Array | None, implementation: 
     """
     if implementation == "splash":
         return splash.causal(q, k, v, segment)
-    # In blocks, each of which meets the keys up to its own end: those that no query of it sees would cost as much as the
-    # others (at T = 192 the forward and backward pass took 0.6 of the time on CPU).
+    # In blocks, each of which meets the keys up to its own end: those that no query of it sees would cost as much as
+    # the others (at T = 192 the forward and backward pass took 0.6 of the time on CPU).
     t = q.shape[1]
     count = max(1, min(BLOCKS, t // SHORTEST))
     ends = [-(-t * i // count) for i in range(1, count + 1)]

@@ -112,7 +112,10 @@ class Agent:
         )
 
     def score(self, problems: Sequence[Problem], rollouts: Rollouts) -> Array:
-        """Log-probs [N, R] of its own responses under the current policy, in the rows and shapes of the updates."""
+        """Log-probs [N, R] of its own responses under the current policy, in the rows and shapes of the updates; with
+        `source_logprob: sampler` those that came with the samples."""
+        if self.config.objective.source_logprob == "sampler":
+            return rollouts.logprob
         prompts, prompt_length = self.prompts(problems)
         rows = exchange.own_rows(rollouts, prompts, prompt_length)
         size, params = self.config.minibatch * self.config.rollout.samples, self.params

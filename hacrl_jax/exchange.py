@@ -71,7 +71,6 @@ def view(buffer: Buffer, prompts: Array, prompt_length: Array, learner: int, tok
             final_eos = -1 if j == learner else tokenizers[learner].eos[0]
             parts.append(same_tokenizer_rows(
                 rollout, buffer.score[j], prompts, prompt_length, final_eos, eos=objective.eos,
-                sampler_is_source=objective.source_logprob == "sampler",
             ))  # fmt: skip
             crossings.append(Crossing())
         else:
@@ -103,10 +102,9 @@ def sources(n: int, learner: int, objective: ObjectiveConfig) -> tuple[int, ...]
     return (learner,) if objective.cross == "none" else tuple(range(n))
 
 
-@partial(jax.jit, static_argnames=("eos", "sampler_is_source"))
+@partial(jax.jit, static_argnames="eos")
 def same_tokenizer_rows(
-    rollouts: Rollouts, score: Array, prompts: Array, prompt_length: Array, final_eos: int | Array, *, eos: str,
-    sampler_is_source: bool,
+    rollouts: Rollouts, score: Array, prompts: Array, prompt_length: Array, final_eos: int | Array, *, eos: str
 ) -> Rows:  # fmt: skip
     """Rows of a source whose ids the learner shares: device buffers in, device buffers out.
 
@@ -120,16 +118,15 @@ def same_tokenizer_rows(
     swap = last & rollouts.stopped[:, None] & (jnp.asarray(final_eos) >= 0)
     response = jnp.where(swap, final_eos, rollouts.response)
     scored_length = scored_lengths(rollouts.length, rollouts.stopped, eos)
-    known = rollouts.logprob if sampler_is_source else score
     tokens, lengths = join(prompts, prompt_length, response, scored_length)
     zeros = jnp.zeros((B, P))
     return Rows(
         tokens=tokens,
         prompt_length=lengths,
         scored_length=scored_length,
-        source_token_logprob=join(zeros, prompt_length, known, scored_length)[0],
+        source_token_logprob=join(zeros, prompt_length, score, scored_length)[0],
         sampler_token_logprob=join(zeros, prompt_length, rollouts.logprob, scored_length)[0],
-        source_logprob=mean_logprob(known, scored_length),
+        source_logprob=mean_logprob(score, scored_length),
         valid=jnp.ones(N, bool),
     )
 
@@ -163,19 +160,18 @@ def other_tokenizer_rows(buffer: Buffer, j: int, prompts: Array, prompt_length: 
         if encoded and max(encoded) >= learner.vocab_size:
             raise UserError(f"token id {max(encoded)} is outside the vocabulary of {learner.vocab_size} ids")
         response[i, : len(encoded)], scored[i], valid[i] = encoded, len(encoded), True
-    known = rollouts.logprob if objective.source_logprob == "sampler" else buffer.score[j]
-    rows = _text_rows(prompts, prompt_length, response, scored, valid, known, rollouts.length, rollouts.stopped,
-                      eos=objective.eos)  # fmt: skip
+    rows = _text_rows(prompts, prompt_length, response, scored, valid, buffer.score[j], rollouts.length,
+                      rollouts.stopped, eos=objective.eos)  # fmt: skip
     sent = scored_lengths(rollouts.length, rollouts.stopped, objective.eos)
     return rows, Crossing(lossy, too_long, float(diagnostics.token_inflation(scored, sent, valid)))
 
 
 @partial(jax.jit, static_argnames="eos")
-def _text_rows(prompts: Array, prompt_length: Array, response: Array, scored: Array, valid: Array, known: Array,
+def _text_rows(prompts: Array, prompt_length: Array, response: Array, scored: Array, valid: Array, score: Array,
                length: Array, stopped: Array, *, eos: str) -> Rows:  # fmt: skip
     tokens, lengths = join(prompts, prompt_length, response, scored)
     nothing = jnp.zeros(tokens.shape)
-    source_logprob = mean_logprob(known, scored_lengths(length, stopped, eos))
+    source_logprob = mean_logprob(score, scored_lengths(length, stopped, eos))
     return Rows(tokens, lengths, scored, nothing, nothing, source_logprob, valid)
 
 
@@ -290,7 +286,7 @@ def take(rows: Minibatch, index: Array) -> Minibatch:
 def own_rows(rollouts: Rollouts, prompts: Array, prompt_length: Array) -> Minibatch:
     """A source's own rollouts as a Minibatch of N rows to be scored: the rows of ``view``, with nothing known yet."""
     nothing = jnp.zeros(rollouts.response.shape)
-    rows = same_tokenizer_rows(rollouts, nothing, prompts, prompt_length, -1, eos="trained", sampler_is_source=False)
+    rows = same_tokenizer_rows(rollouts, nothing, prompts, prompt_length, -1, eos="trained")
     blank = jnp.zeros((*rows.valid.shape, 1))
     return Minibatch(
         **layout(rows),

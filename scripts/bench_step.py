@@ -4,8 +4,8 @@
 
 The work is `rl_step` of $HACRL_SHARED/bench/workloads.json (default: ../shared): every prompt is answered so often,
 answers get a reward for their length, one update trains on all of them; float32, random weights. Ours is
-hacrl_jax.train with preset gspo as a user would call it: rollouts, verification, the source's scores, the journal and
-the metrics are in it, the checkpoint at the end is not. TRL's has sequence-level ratios, no KL and the same batch.
+hacrl_jax.train with preset gspo as a user would call it: rollouts, verification, the journal and the metrics are in it,
+the checkpoint at the end is not. TRL's has sequence-level ratios, no KL and the same batch.
 Every contestant runs in a process of its own, they take turns by rounds, and the first steps of a process
 (compilation, first touch of memory) are left out.
 """
@@ -99,7 +99,8 @@ def ours(folder: Path, work: dict[str, Any], steps: int) -> list[float]:
             "prompts": work["prompts"], "samples": work["samples"], "max_prompt": work["prompt_length"],
             "max_response": work["new_tokens"],
         },
-        "objective": {"kl_coefficient": 0.0},
+        # The batch is used once, and neither side spends a forward pass on log-probs before the update.
+        "objective": {"kl_coefficient": 0.0, "source_logprob": "sampler"},
         "reward": {"correct": 0.0, "length": {"weight": 1.0, "limit": work["new_tokens"]}},
         "checkpoint": {"every": 0},
         "eval": {"before": False, "after": False},

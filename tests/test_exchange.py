@@ -1,6 +1,7 @@
 """The exchange: on the device between agents of one tokenizer, through text between others; the order of updates."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import hacrl_jax
 from hacrl_jax import exchange, tokenizer
+from hacrl_jax.agent import Agent
 from hacrl_jax.config import AgentConfig, Config, DataConfig, ObjectiveConfig, PromptConfig, RolloutConfig
 from hacrl_jax.types import Rollouts
 
@@ -57,7 +59,7 @@ LENGTHS = jnp.asarray([P, 2, 4], jnp.int32)
 
 def test_rows_are_the_prompt_and_right_after_it_the_response():
     own, score = rollouts(), jnp.asarray(np.random.default_rng(1).normal(-2, 0.5, (N, R)), jnp.float32)
-    rows = exchange.same_tokenizer_rows(own, score, PROMPTS, LENGTHS, -1, eos="trained", sampler_is_source=False)
+    rows = exchange.same_tokenizer_rows(own, score, PROMPTS, LENGTHS, -1, eos="trained")
     layout = exchange.layout(rows)
     for i in range(N):
         start, length = int(LENGTHS[i // G]), int(own.length[i])
@@ -70,9 +72,14 @@ def test_rows_are_the_prompt_and_right_after_it_the_response():
         chex.assert_trees_all_equal(rows.source_token_logprob[i, start : start + length], score[i, :length])
 
 
+def test_the_samplers_log_probs_cost_no_forward_pass():
+    agent = SimpleNamespace(config=SimpleNamespace(objective=ObjectiveConfig(source_logprob="sampler")))
+    assert Agent.score(agent, [], own := rollouts()) is own.logprob
+
+
 def test_the_final_eos_becomes_the_learners():
     own, score = rollouts(), jnp.zeros((N, R))
-    rows = exchange.same_tokenizer_rows(own, score, PROMPTS, LENGTHS, 5, eos="trained", sampler_is_source=False)
+    rows = exchange.same_tokenizer_rows(own, score, PROMPTS, LENGTHS, 5, eos="trained")
     for i in range(N):
         last = int(LENGTHS[i // G]) + int(own.length[i]) - 1
         assert rows.tokens[i, last] == (5 if own.stopped[i] else own.response[i, own.length[i] - 1])
@@ -90,9 +97,7 @@ def test_exchange_between_agents_of_one_tokenizer_stays_on_the_device(monkeypatc
     @jax.jit
     def build(first, second, scores, reward, ratio, final_eos):
         parts = tuple(
-            exchange.same_tokenizer_rows(
-                own, score, PROMPTS, LENGTHS, eos_id, eos="trained", sampler_is_source=False
-            )
+            exchange.same_tokenizer_rows(own, score, PROMPTS, LENGTHS, eos_id, eos="trained")
             for own, score, eos_id in zip((first, second), scores, final_eos, strict=True)
         )
         fates = [(own.length, own.stopped) for own in (first, second)]

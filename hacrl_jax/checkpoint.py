@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ class Store:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
             cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True, save_root_metadata=False,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_meet),
         )  # fmt: skip
         self._manager = ocp.CheckpointManager(self._local, options=options)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -302,6 +304,16 @@ def _sums(leaves: list[Array]) -> list[Array]:
         return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
     return [one(x) for x in leaves]
+
+
+def _meet(*, key: str, timeout_ms: int) -> None:
+    """Wait for the other hosts, in orbax's threads, but not after a failure here: the others would never come.
+
+    The failure goes on to ``check``, and from there to the other hosts (hosts.py).
+    """
+    if (failure := sys.exc_info()[1]) is not None:
+        raise failure
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _without_chatter(record: logging.LogRecord) -> bool:

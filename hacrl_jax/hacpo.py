@@ -99,7 +99,8 @@ def advantage(
     if settings.binary_guard:  # a success rate cannot exceed 1: fall back on what the learner itself achieved
         own_count = total(own * one)
         own_mean = jnp.where(own_count > 0, total(own * reward) / jnp.maximum(own_count, 1), mean)
-        baseline = jnp.where(baseline > 1, own_mean, baseline)
+        binary = jnp.all((reward == 0) | (reward == 1))  # other rewards may have a baseline above 1
+        baseline = jnp.where(binary & (baseline > 1), own_mean, baseline)
     if settings.uniform_guard:
         baseline = jnp.where(uniform(reward, prompt, valid), mean, baseline)
 

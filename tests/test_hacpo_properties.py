@@ -205,6 +205,8 @@ def test_a_baseline_above_one_becomes_the_own_mean():
     assert b == pytest.approx(1.0) and a[:3] == pytest.approx(0.0) and a[3] < 0
     free = ObjectiveConfig(binary_guard=False)
     assert advantage([1, 1, 1, 0], [0, 0, 1, 1], ratio=(1.0, 0.25), config=free)[1] == pytest.approx(1.5)
+    # Graded rewards may have a baseline above 1.
+    assert advantage([1, 1, 1, 0.5], [0, 0, 1, 1], ratio=(1.0, 0.25))[1] == pytest.approx(2.0)
     # None of the learner's own samples is left: the plain mean.
     _, b = advantage([1, 1, 1, 0], [0, 0, 1, 1], ratio=(1.0, 0.25), valid=[False, False, True, True])
     assert b[2:] == pytest.approx(0.5)

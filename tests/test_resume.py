@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -149,6 +152,24 @@ class TestAFinishedRun:
         store = checkpoint.Store(finished_run.folder / "checkpoints", CheckpointConfig(), write=False)
         with store, pytest.raises(UserError, match=r"agent qwen: .* other weights than those the run started from"):
             resuming.load(store, finished_run.agents, {"qwen": "0", "llama": "0"}, print)
+
+    def test_a_full_disk_stops_it_in_one_line_and_the_last_checkpoint_opens(self, finished_run, tmp_path):
+        shutil.copytree(finished_run.folder, tmp_path / "small")
+        command = [sys.executable, "-m", "hacrl_jax.cli", "train", str(finished_run.folder / "config.yaml")]
+        command += ["--resume", f"runs={tmp_path}", "steps=5"]
+
+        def go(limit=resource.RLIM_INFINITY):  # bytes that a file may have: room for all but a checkpoint
+            quota = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # noqa: E731
+            return subprocess.run(command, preexec_fn=quota, capture_output=True, text=True, timeout=900, check=False)
+
+        full = go(limit=400_000)
+        assert full.returncode == 2, full.stderr
+        last = full.stderr.splitlines()[-1]
+        assert last.startswith("error: the checkpoint of step 5 could not be saved in ") and "of step 4" in last
+        assert "Traceback" not in full.stderr and "resuming after step 4" in full.stderr
+        again = go()
+        assert again.returncode == 0 and "resuming after step 4" in again.stderr, again.stderr
+        assert (tmp_path / "small" / "checkpoints" / "step_5").is_dir()
 
 
 def torture():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -307,11 +308,13 @@ def _sums(leaves: list[Array]) -> list[Array]:
 
 
 def _meet(*, key: str, timeout_ms: int) -> None:
-    """Wait for the other hosts, in orbax's threads, but not after a failure here: the others would never come.
+    """Wait for the other hosts, but not in a thread of orbax after a failure there: the others would never come.
 
-    The failure goes on to ``check``, and from there to the other hosts (hosts.py).
+    The failure goes on to ``check``, and from there to the other hosts (hosts.py). In the main thread the exception in
+    hand may be the Stop that asks for this save.
     """
-    if (failure := sys.exc_info()[1]) is not None:
+    failure = sys.exc_info()[1]
+    if failure is not None and threading.current_thread() is not threading.main_thread():
         raise failure
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 

@@ -136,7 +136,12 @@ class Watch:
         self._since = time.monotonic()
         self.what = what or self.what
         if self.check:
-            self.check()
+            # A signal waits for its end: raised inside, it would pass for a failure of what is checked.
+            safe, self._safe = self._safe, False
+            try:
+                self.check()
+            finally:
+                self._safe = safe
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self._signal:

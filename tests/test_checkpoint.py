@@ -70,6 +70,16 @@ def test_what_is_saved_comes_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]  # no name escapes the folder
 
 
+def test_what_asks_for_a_save_is_not_taken_for_its_failure(tmp_path):
+    with Store(tmp_path / "c", CheckpointConfig()) as store:
+        try:
+            raise UserError("SIGTERM")
+        except UserError:  # as a run that a signal ends
+            store.save(1, agents(1), {})
+            store.wait()
+    assert opened(tmp_path / "c")[0].step == 1
+
+
 def test_nothing_saved_is_none(tmp_path):
     assert opened(tmp_path / "nowhere") == (None, [])
 

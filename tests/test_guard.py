@@ -65,6 +65,20 @@ def test_what_must_stop_the_run_is_raised_at_the_next_sign_of_life():
             sign()
 
 
+def test_a_signal_during_a_check_is_not_taken_for_its_failure():
+    done = []
+
+    def check() -> None:
+        if watch.what == "generate, a":
+            interrupt()
+            done.append("checked")
+
+    watch = guard.Watch(GuardConfig(), check=check)
+    with watch, pytest.raises(guard.Stop, match="SIGTERM"), watch.phase("generate", "a"):
+        watch.beat()
+    assert done == ["checked"]
+
+
 END = """
 import os, signal, sys, time
 from pathlib import Path

@@ -116,6 +116,7 @@ class RolloutConfig(Strict):
     max_response: Positive = 4096
     temperature: Annotated[float, Field(gt=0)] = 1.0
     slots: NonNegative = 0  # decode rows in flight; 0 is as many as samples, at most 256
+    shrink: NonNegative = 4  # how often the slots may be halved for the last rows; each adds two programs to warm-up
     dispatch_steps: Positive = 16  # decode steps per dispatch at most
     cache_dtype: Dtype = "auto"
 

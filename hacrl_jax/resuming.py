@@ -29,8 +29,8 @@ FREE = (
 )  # fmt: skip
 # Keys that change the order of additions: the same run up to the last bits.
 ROUNDING = (
-    "mesh", "agents.*.mesh", "rollout.slots", "rollout.dispatch_steps", "agents.*.micro_batch", "agents.*.packing",
-    "agents.*.logprob_chunk", "agents.*.remat", "agents.*.attention",
+    "mesh", "agents.*.mesh", "rollout.slots", "rollout.shrink", "rollout.dispatch_steps", "agents.*.micro_batch",
+    "agents.*.packing", "agents.*.logprob_chunk", "agents.*.remat", "agents.*.attention",
 )  # fmt: skip
 LENGTH = ("steps", "epochs")  # free with a constant learning rate: a run may be made longer
 

@@ -42,7 +42,7 @@ def config(runs: Path, /, **changes: Any) -> Config:
         "name": "small", "runs": str(runs), "steps": 4, "minibatch": 8,
         "agents": list(agents.values()),
         "data": {"source": "arithmetic", "arithmetic": {"digits": 1, "size": 18}},
-        "rollout": {"prompts": 8, "samples": 4, "max_prompt": 40, "max_response": 40},
+        "rollout": {"prompts": 8, "samples": 4, "max_prompt": 40, "max_response": 40, "shrink": 0},
         "objective": {"eps_low": 0.02, "eps_high": 0.02, "delta": 0.5},
         "eval": {"before": False, "after": False},
         "verifier": {"workers": 1},

@@ -33,8 +33,7 @@ from hacrl_jax.types import Array, Params, UserError
 
 PREFILL_TOKENS = 4096  # tokens of one prefill call: enough to fill the matrix units, few enough to keep waits short
 PREFILL_BUCKETS = (1 / 8, 1 / 4, 1 / 2, 1)  # of max_prompt
-WINDOWS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of max_prompt + max_response
-FEWER = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # of the slots
+WINDOWS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # of max_prompt + max_response
 STEP = 16  # sizes are multiples of it
 MAX_SLOTS = 256
 
@@ -73,7 +72,7 @@ class Engine:
         self.rows = rows
         self.prefill_buckets = _sizes(config.max_prompt, PREFILL_BUCKETS)
         self.windows = _sizes(total, WINDOWS)
-        self.slot_counts = tuple(sorted({_slots(max(1, int(self.slots * share)), mesh) for share in FEWER}))
+        self.slot_counts = tuple(sorted({_slots(max(1, self.slots >> i), mesh) for i in range(config.shrink + 1)}))
         self._cache_dtype = cache_dtype
         copied = None if mesh is None or axes is None else _copy_shardings(axes, mesh, params)
         place = self._placement()

@@ -67,6 +67,8 @@ class Store:
             return
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_without_chatter)
+        if sys.unraisablehook is sys.__unraisablehook__:
+            sys.unraisablehook = _without_late_writes
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep_last, keep_period=config.keep_every or None, step_prefix="step", create=write,
             cleanup_tmp_directories=write, read_only=not write, lightweight_initialize=True, save_root_metadata=False,
@@ -322,6 +324,12 @@ def _meet(*, key: str, timeout_ms: int) -> None:
 def _without_chatter(record: logging.LogRecord) -> bool:
     """A log filter: what matters of orbax, its background threads included, is raised or said here, in one line."""
     return "orbax" not in record.pathname and "orbax" not in record.getMessage()
+
+
+def _without_late_writes(unraisable: Any) -> None:
+    """sys.unraisablehook without tensorstore's: other writes of a save that failed end when its event loop is gone."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import logging
 import queue
 from collections.abc import AsyncIterator
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Thread
@@ -203,7 +204,7 @@ class Request(orchestrator.ActiveRequest):
     sent: int = 0  # characters
 
     def enqueue_samples(self, generated_samples: list[ReturnSample]) -> None:
-        if self.return_channel is None or self.return_channel.cancelled():
+        if self.return_channel.cancelled():
             self.complete[:] = True  # the package then gives the slot to the next request
             return
         (sample,) = generated_samples
@@ -230,6 +231,19 @@ class Request(orchestrator.ActiveRequest):
         return max(end, self.sent)
 
 
+class Channel(async_multifuture.AsyncMultifuture):
+    """The package's stream of answers, whose listener's event loop may be gone: that must not end the sender's thread,
+    and with it the process. (It posts an answer's end in two messages; a listener may leave at the first.)"""
+
+    def add_result(self, result: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            super().add_result(result)
+
+    def set_exception(self, exception: Exception) -> None:
+        with suppress(RuntimeError):
+            super().set_exception(exception)
+
+
 class Servicer(orchestrator.LLMOrchestrator):
     """The package's servicer with requests checked first. text_content is what the user says, put through the agent's
     chat template; token_content is the whole prompt."""
@@ -241,7 +255,7 @@ class Servicer(orchestrator.LLMOrchestrator):
     async def Decode(  # the name of the protocol
         self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext | None = None
     ) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
-        channel = async_multifuture.AsyncMultifuture()
+        channel = Channel()
         if context:
             context.add_done_callback(channel.cancel)
         as_ids = request.WhichOneof("content") == "token_content"

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import socket
 from pathlib import Path
 
 import jax
@@ -172,6 +173,27 @@ def test_the_orchestrator_alone(served, expected):
 
     server_side = serving.Servicer(server._driver, tok, serving.Settings(max_prompt=64, max_response=40))
     assert asyncio.run(conversation()) == expected[3]
+
+
+def test_a_listener_whose_loop_is_gone_does_not_end_the_sender():
+    async def listen():
+        return serving.Channel()
+
+    channel = asyncio.run(listen())
+    channel.add_result("late")
+    channel.close()
+    channel.cancel()
+    assert channel.cancelled()
+
+
+def test_it_listens_on_loopback_unless_told_otherwise(served):
+    def reached(host):
+        with socket.socket() as client:
+            return client.connect_ex((host, served[0].port)) == 0
+
+    assert reached("127.0.0.1")
+    # All of 127.0.0.0/8 is this machine: a server on every address would answer at the second one too.
+    assert not reached("127.0.0.2")
 
 
 def test_text_is_sent_once_it_is_sure():

@@ -393,11 +393,4 @@ def _list(items: list[Any]) -> str:
 
 def _named(tree: Any) -> Iterator[tuple[str, Array]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield "/".join(_part(key) for key in path), leaf
-
-
-def _part(key: Any) -> str:
-    for field in ("key", "name", "idx"):
-        if hasattr(key, field):
-            return str(getattr(key, field))
-    return str(key)
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf

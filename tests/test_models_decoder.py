@@ -60,6 +60,30 @@ def test_cached_equals_whole(config, new):
         np.testing.assert_allclose(part, np.take_along_axis(all_of_it, at[None, ..., None], 2), atol=2e-5)
 
 
+@pytest.mark.parametrize("config", [QWEN, LLAMA])
+@pytest.mark.parametrize("entries", [16, 20, 23])  # 23: no slices of equal size
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_unrolled_attention_is_the_same(config, entries, dtype):
+    graphdef, params = make(config)
+    tokens, positions = rows(4, entries + 1)
+    _, (keys, values) = APPLY(graphdef, params, tokens, positions, dtype=dtype)
+    length = np.array([0, 1, 13, entries])
+    at = length[:, None]
+    live = (jnp.arange(entries)[:, None] < length[:, None, None])[None]
+    cache = tuple(jnp.where(live, part[:, :, :entries], 1e4) for part in (keys, values))
+    arguments = (graphdef, params, np.take_along_axis(tokens, at, 1), at)
+    plain, fresh = APPLY(*arguments, cache=cache, cache_length=length, dtype=dtype)
+    cache = (cache[0].swapaxes(2, 3), cache[1])
+    ours, same = APPLY(*arguments, cache=cache, cache_length=length, dtype=dtype, attention="unrolled")
+    tolerance = 2e-5 if dtype == jnp.float32 else 0.1
+    for one, other in zip((ours, *same), (plain, *fresh), strict=True):
+        assert one.dtype == other.dtype == dtype
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=tolerance)
+    with pytest.raises(ValueError, match="one new token"):
+        APPLY(graphdef, params, tokens[:, :2], positions[:, :2], cache=cache, cache_length=length,
+              attention="unrolled")  # fmt: skip
+
+
 def test_unstacked_layers_compute_the_same():
     graphdef, params = make(QWEN)
     apart = decoder.unstack(params)

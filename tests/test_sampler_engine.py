@@ -27,17 +27,18 @@ FORWARD = jax.jit(lambda params, tokens: decoder.logits(params, decoder.apply(
     GRAPHDEF, params, tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))[0]))  # fmt: skip
 
 
-def make(slots=3, eos=(3, 5), dtype=jnp.float32, mesh=None, **changes):
+def make(slots=3, eos=(3, 5), dtype=jnp.float32, mesh=None, attention=None, **changes):
     """(engine, its copy of the parameters)."""
     config = {"prompts": 7, "samples": 3, "max_prompt": 40, "max_response": 24, "slots": slots, "dispatch_steps": 4}
     engine = Engine(GRAPHDEF, MODEL, SHAPES, eos=eos, vocab_size=VOCAB, config=RolloutConfig(**config | changes),
-                    dtype=dtype, mesh=mesh, axes=AXES)  # fmt: skip
+                    dtype=dtype, mesh=mesh, axes=AXES, attention=attention)  # fmt: skip
     return engine, engine.load_params(PARAMS)
 
 
-@pytest.fixture(scope="module")
-def three():
-    return make()
+@pytest.fixture(scope="module", params=["unrolled", "xla"])
+def three(request):
+    """Three slots, with CPU's attention over the cache and with the accelerators'."""
+    return make(attention=request.param)
 
 
 def sample(made, seed=5, order=range(7), samples=3, **options):
@@ -221,13 +222,14 @@ def test_nothing_compiles_after_the_warm_up():
 
 
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 8, "tensor": 1}])
-def test_eight_devices_give_the_ids_of_one(three, shape):
+@pytest.mark.parametrize("attention", ["unrolled", "xla"])
+def test_eight_devices_give_the_ids_of_one(three, shape, attention):
     mesh = sharding.make_mesh(MeshConfig(**shape))
-    made = make(slots=8, mesh=mesh)
+    made = make(slots=8, mesh=mesh, attention=attention)
     state = made[0].init_decode_state(0)
-    parts = {shard.data.shape for shard in state.cache[0][0].addressable_shards}
-    slots = 8 // (shape["data"] * shape["fsdp"])
-    assert parts == {(slots, 16, 16 // shape["tensor"])}
+    keys, values = ({shard.data.shape for shard in part.addressable_shards} for part in state.cache[0])
+    slots, width = 8 // (shape["data"] * shape["fsdp"]), 16 // shape["tensor"]
+    assert values == {(slots, 16, width)} and keys == ({(slots, width, 16)} if attention == "unrolled" else values)
     np.testing.assert_array_equal(sample(made).response, sample(three).response)
 
 

@@ -144,6 +144,8 @@ class Decoder(nnx.Module):
             x = checkpoint_name(x, "block_input")
             if layer_cache is None:
                 attention = partial(attend.causal, segment=segment, implementation=implementation)
+            elif implementation == "unrolled":
+                attention = partial(attend.unrolled, cache=layer_cache, length=length)
             else:
                 attention = partial(attend.cached, cache=layer_cache, length=length, segment=segment)
             x, kv = nnx.merge(block, params)(x, cos, sin, attention)
@@ -226,7 +228,8 @@ def apply(
     Parameters are cast to dtype where they are used; norms' statistics, rotations and softmax are float32.
 
     Returns (hidden [B, T, D] in dtype, (k, v) each [L, B, T, K * h] in dtype). With unstacked params, layers are not
-    scanned, and the cache given and returned is L pairs of [B, C, K * h].
+    scanned, and the cache given and returned is L pairs of [B, C, K * h]. With attention "unrolled" (one new token per
+    row) the keys of the cache are [B, K * h, C].
     """
     layers = params["layers"]
     unstacked = layers if isinstance(layers, tuple) else None

@@ -5,6 +5,7 @@ Extra letters: S slots, W the window: cache entries per slot, b prompts of a pre
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,18 +13,19 @@ import jax.numpy as jnp
 from flax import struct
 
 from hacrl_jax.models import decoder
+from hacrl_jax.models.attention import Implementation, entry_axes
 from hacrl_jax.sampler.sampling import Sampling, draw
 from hacrl_jax.types import Array, Params
 
 Cache = tuple[tuple[Array, Array], ...]
-"""Keys and values of each of the L layers."""
+"""Keys and values of each of the L layers: [S, W, K * h] each, or for unrolled attention keys of [S, K * h, W]."""
 
 
 @struct.dataclass
 class Prefix:
     """Prompts ready to be inserted. The last token of a prompt is not in the cache: the first decode step feeds it."""
 
-    cache: Cache  # of [b, P, K * h]
+    cache: Cache  # its entries are the b prompts' P tokens
     token: Array  # [b] int32, the last token of the prompt
     length: Array  # [b] int32, live entries: prompt length - 1
 
@@ -53,7 +55,7 @@ class Answers:
 
 @struct.dataclass
 class DecodeState:
-    cache: Cache  # of [S, W, K * h]
+    cache: Cache
     token: Array  # [S] int32, the token to feed next
     length: Array  # [S] int32, live cache entries
     step: Array  # [S] int32, tokens drawn for this row so far
@@ -69,7 +71,7 @@ class DecodeState:
 
     @property
     def window(self) -> int:
-        return self.cache[0][0].shape[1]
+        return self.cache[0][1].shape[1]
 
 
 @struct.dataclass
@@ -92,21 +94,39 @@ class Status:
     count: Array  # [S] int32
 
 
-def prefill(graphdef: Any, dtype: Any, cache_dtype: Any, params: Params, tokens: Array, length: Array) -> Prefix:
+def prefill(
+    graphdef: Any,
+    dtype: Any,
+    cache_dtype: Any,
+    attention: Implementation,
+    params: Params,
+    tokens: Array,
+    length: Array,
+) -> Prefix:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Padding stands behind the prompt, where causal attention does not see it.
     _, cache = decoder.apply(graphdef, params, tokens, positions, dtype=dtype)
     last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-    return Prefix(jax.tree.map(lambda part: part.astype(cache_dtype), cache), last, length - 1)
+    cache = each(attention, lambda axis, part: jnp.moveaxis(part.astype(cache_dtype), 1, axis), cache)
+    return Prefix(cache, last, length - 1)
 
 
-def insert(state: DecodeState, prefix: Prefix, requests: Requests, key: Array) -> DecodeState:
+def each(attention: Implementation, function: Callable[..., Array], *caches: Cache) -> Cache:
+    """function(axis of the entries, part of each cache) of every layer's keys and values."""
+    axes = entry_axes(attention)
+    return tuple(tuple(map(function, axes, *pairs)) for pairs in zip(*caches, strict=True))
+
+
+def insert(
+    attention: Implementation, state: DecodeState, prefix: Prefix, requests: Requests, key: Array
+) -> DecodeState:
     def copy(i: Array, cache: Cache) -> Cache:
-        def one(part: Array, source: Array) -> Array:
-            row = jax.lax.dynamic_slice_in_dim(source, requests.prefix[i], 1)[:, : part.shape[1]]
+        def one(axis: int, part: Array, source: Array) -> Array:
+            row = jax.lax.dynamic_slice_in_dim(source, requests.prefix[i], 1)
+            row = jax.lax.slice_in_dim(row, 0, min(row.shape[axis], part.shape[axis]), axis=axis)
             return jax.lax.dynamic_update_slice(part, row, (requests.slot[i], 0, 0))
 
-        return jax.tree.map(one, cache, prefix.cache)
+        return each(attention, one, cache, prefix.cache)
 
     slots = state.token.shape[0]
     used = jnp.arange(slots) < requests.count
@@ -137,6 +157,7 @@ def release(state: DecodeState, slot: Array) -> DecodeState:
 def step(
     graphdef: Any,
     dtype: Any,
+    attention: Implementation,
     eos: tuple[int, ...],
     vocab_size: int,
     params: Params,
@@ -151,6 +172,7 @@ def step(
         cache=state.cache,
         cache_length=state.length,
         dtype=dtype,
+        attention=attention,
     )
     keys = jax.vmap(jax.random.fold_in)(state.key, state.step)
     token, logprob = draw(decoder.logits(params, hidden[:, 0]), keys, settings, vocab_size)
@@ -160,9 +182,12 @@ def step(
     # That the place depends on the token (no id is negative) tells XLA that the caches have been read by then: else it
     # copies them all, in every step, so as to read the one while it writes the other.
     slots, at = jnp.arange(token.shape[0]), jnp.where(token >= 0, state.length, state.window)
-    cache = jax.tree.map(
-        lambda part, fresh: part.at[slots, at].set(fresh[:, 0].astype(part.dtype), mode="drop"), state.cache, new
-    )
+
+    def put(axis: int, part: Array, fresh: Array) -> Array:
+        place = part.at[slots, at] if axis == 1 else part.at[slots, :, at]
+        return place.set(fresh[:, 0].astype(part.dtype), mode="drop")
+
+    cache = each(attention, put, state.cache, new)
     step = state.step + live
     state = state.replace(
         cache=cache,
@@ -228,12 +253,13 @@ def take(rows: DecodeState, slot: Array, count: Array) -> DecodeState:
     return taken.replace(live=taken.live & (jnp.arange(slot.shape[0]) < count), answers=rows.answers)
 
 
-def take_cache(window: int, part: Array, slot: Array) -> Array:
+def take_cache(axis: int, window: int, part: Array, slot: Array) -> Array:
     """One layer's keys or values of these slots, in a window no smaller than theirs."""
-    return resize(window, part[slot])
+    return resize(axis, window, part[slot])
 
 
-def resize(window: int, part: Array) -> Array:
-    """One layer's keys or values [S, W, K * h] in another window: entries past the longest live row come or go."""
-    kept = part[:, :window]
-    return jnp.pad(kept, ((0, 0), (0, window - kept.shape[1]), (0, 0)))
+def resize(axis: int, window: int, part: Array) -> Array:
+    """One layer's keys or values in another window: entries (along axis) past the longest live row come or go."""
+    kept = jax.lax.slice_in_dim(part, 0, min(window, part.shape[axis]), axis=axis)
+    grown = [(0, window - kept.shape[axis] if i == axis else 0) for i in range(part.ndim)]
+    return jnp.pad(kept, grown)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from hacrl_jax import sharding
 from hacrl_jax.config import RolloutConfig
 from hacrl_jax.models import decoder
+from hacrl_jax.models.attention import Implementation, entry_axes
 from hacrl_jax.models.decoder import DecoderConfig
 from hacrl_jax.sampler import decode
 from hacrl_jax.sampler.decode import Answers, Cache, DecodeState, Drawn, Prefix, Requests, Status
@@ -53,8 +54,10 @@ class Engine:
         mesh: Mesh | None = None,
         dtype: Any = jnp.float32,
         axes: Any = None,
+        attention: Implementation | None = None,
     ):
         """params: shapes only are read. axes: their logical axes, where the sampler's copy is to be laid out on mesh.
+        attention: over the cache; by default what suits the mesh's platform (attention.unrolled says why).
 
         Raises UserError when prompt and response together exceed the model's positions.
         """
@@ -74,22 +77,30 @@ class Engine:
         self.windows = _sizes(total, WINDOWS)
         self.slot_counts = tuple(sorted({_slots(max(1, self.slots >> i), mesh) for i in range(config.shrink + 1)}))
         self._cache_dtype = cache_dtype
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        self._attention: Implementation = attention or ("unrolled" if platform == "cpu" else "xla")
         copied = None if mesh is None or axes is None else _copy_shardings(axes, mesh, params)
         place = self._placement()
         pair = place and (place, sharding.replicated(mesh))  # every host reads what a step tells
-        step = partial(decode.step, graphdef, self.dtype, self.eos, vocab_size)
+        step = partial(decode.step, graphdef, self.dtype, self._attention, self.eos, vocab_size)
         load = partial(_load, self.dtype)
         self._load = jax.jit(load, out_shardings=copied)
         self._reload = jax.jit(
             lambda params, previous: load(params), donate_argnums=1, keep_unused=True, out_shardings=copied
         )
         self._empty = jax.jit(self._zeros, static_argnums=0, out_shardings=place)
-        self._prefill = jax.jit(partial(decode.prefill, graphdef, self.dtype, cache_dtype))
-        self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=place)
+        self._prefill = jax.jit(partial(decode.prefill, graphdef, self.dtype, cache_dtype, self._attention))
+        self._insert = jax.jit(partial(decode.insert, self._attention), donate_argnums=0, out_shardings=place)
         self._release = jax.jit(decode.release, donate_argnums=0, out_shardings=place)
-        self._resize = jax.jit(decode.resize, static_argnums=0, out_shardings=place and place.cache[0][0])
         self._take = jax.jit(decode.take, out_shardings=place and place.replace(cache=()))
-        self._take_cache = jax.jit(decode.take_cache, static_argnums=0, out_shardings=place and place.cache[0][0])
+        # Of keys and of values.
+        laid = [*zip(entry_axes(self._attention), place.cache[0] if place else (None, None), strict=True)]
+        self._resize = [
+            jax.jit(partial(decode.resize, axis), static_argnums=0, out_shardings=part) for axis, part in laid
+        ]
+        self._take_cache = [
+            jax.jit(partial(decode.take_cache, axis), static_argnums=0, out_shardings=part) for axis, part in laid
+        ]
         self._step = jax.jit(step, donate_argnums=1, out_shardings=pair)
         many = partial(decode.many, step, self.eos, config.dispatch_steps)
         self._many = jax.jit(many, donate_argnums=1, out_shardings=pair)
@@ -202,7 +213,7 @@ class Engine:
         now, wanted = (windows.index(size) for size in (decode_state.window, window))
         step = 1 if wanted > now else -1
         for i in range(now, wanted, step):
-            cache = self._copied(decode_state.cache, partial(self._resize, windows[i + step]))
+            cache = self._copied(decode_state.cache, [partial(resize, windows[i + step]) for resize in self._resize])
             decode_state = decode_state.replace(cache=cache)
         return decode_state
 
@@ -217,19 +228,20 @@ class Engine:
         with self._on_mesh():
             taken = self._take(decode_state.replace(cache=()), slot, np.int32(len(kept)))
         window = self.window(decode_state.window - 1, len(slot))
-        cache = self._copied(decode_state.cache, lambda part: self._take_cache(window, part, slot))
+        copies = [lambda part, take=take: take(window, part, slot) for take in self._take_cache]
+        cache = self._copied(decode_state.cache, copies)
         return taken.replace(cache=cache)
 
-    def _copied(self, cache: Cache, copy: Callable[[Array], Array]) -> Cache:
-        """Every part of the cache by ``copy``; the old one is freed before the next is copied."""
+    def _copied(self, cache: Cache, copies: Sequence[Callable[[Array], Array]]) -> Cache:
+        """Keys and values by a copy each; an old part is freed before the next is copied."""
 
-        def one(part: Array) -> Array:
+        def one(copy: Callable[[Array], Array], part: Array) -> Array:
             with self._on_mesh():
                 copied = copy(part)
             part.delete()
             return copied
 
-        return jax.tree.map(one, cache)
+        return tuple(tuple(map(one, copies, pair)) for pair in cache)
 
     def prefill_shape(self, longest: int) -> tuple[int, int]:
         """(prompts per call, bucket) for prompts up to ``longest`` tokens."""
@@ -278,10 +290,11 @@ class Engine:
     def _zeros(self, window: int) -> DecodeState:
         s, n, r = self.slots, self.rows, self.config.max_response
         width = self.model.num_key_value_heads * self.model.head_dim
-        part = partial(jnp.zeros, (s, window, width), self._cache_dtype)
+        shapes = ((s, window, width) if axis == 1 else (s, width, window) for axis in entry_axes(self._attention))
+        keys, values = (partial(jnp.zeros, shape, self._cache_dtype) for shape in shapes)
         number = partial(jnp.zeros, dtype=jnp.int32)
         return DecodeState(
-            cache=tuple((part(), part()) for _ in range(self.model.num_hidden_layers)),
+            cache=tuple((keys(), values()) for _ in range(self.model.num_hidden_layers)),
             token=number(s),
             length=number(s),
             step=number(s),
@@ -298,8 +311,10 @@ class Engine:
             return None
         heads = self.model.num_key_value_heads
         whole = sharding.sharding(self.mesh, "kv_heads", shape=(heads,)).spec[0] is not None
-        part = sharding.sharding(self.mesh, "batch", None, "kv_heads" if whole else None)
-        cache = ((part, part),) * self.model.num_hidden_layers
+        width = "kv_heads" if whole else None
+        laid = entry_axes(self._attention)
+        orders = (("batch", None, width) if axis == 1 else ("batch", width, None) for axis in laid)
+        cache = (tuple(sharding.sharding(self.mesh, *order) for order in orders),) * self.model.num_hidden_layers
         slot, same = sharding.sharding(self.mesh, "batch"), sharding.replicated(self.mesh)
         answers = Answers(same, same, same, same)
         return DecodeState(cache, slot, slot, slot, slot, slot, slot, slot, answers)

@@ -156,9 +156,9 @@ class Schedule:
         return state
 
     def _fit(self, state: DecodeState) -> DecodeState:
-        """A window in which every live row can take a step; a smaller one only once it will do for a while."""
-        most, ahead = max(self.entries.values(), default=0), 4 * self.engine.config.dispatch_steps
-        needed, ample = (self.engine.window(most + more, state.slots) for more in (0, ahead))
+        """A window for half a dispatch of every live row; a smaller one only once it will do for a while."""
+        most, steps = max(self.entries.values(), default=0), self.engine.config.dispatch_steps
+        needed, ample = (self.engine.window(most + more, state.slots) for more in (steps // 2, 4 * steps))
         if needed > state.window or ample < state.window:
             state = self.engine.resize(state, needed)
         return state

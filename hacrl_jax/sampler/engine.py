@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hacrl_jax import sharding
 from hacrl_jax.config import RolloutConfig
@@ -77,8 +77,7 @@ class Engine:
         self.windows = _sizes(total, WINDOWS)
         self.slot_counts = tuple(sorted({_slots(max(1, self.slots >> i), mesh) for i in range(config.shrink + 1)}))
         self._cache_dtype = cache_dtype
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        self._attention: Implementation = attention or ("unrolled" if platform == "cpu" else "xla")
+        self._attention = attention or _attention(mesh)
         copied = None if mesh is None or axes is None else _copy_shardings(axes, mesh, params)
         place = self._placement()
         pair = place and (place, sharding.replicated(mesh))  # every host reads what a step tells
@@ -324,6 +323,14 @@ class Engine:
 
     def _on_mesh(self) -> Any:
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def _attention(mesh: Mesh | AbstractMesh | None) -> Implementation:
+    """What suits the platform; a mesh without devices stands for an accelerator (plan.py's estimate)."""
+    if isinstance(mesh, AbstractMesh):
+        return "xla"
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return "unrolled" if platform == "cpu" else "xla"
 
 
 def _load(dtype: Any, params: Params) -> Params:

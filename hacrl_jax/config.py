@@ -77,10 +77,10 @@ class AgentConfig(Strict):
     prompt: PromptConfig = PromptConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
-    micro_batch: NonNegative = 0  # rows per forward and backward; 0 is the whole minibatch
+    micro_batch: NonNegative = 0  # rows per forward and backward; 0: all, on one CPU as many as its caches like
     packing: bool = False  # several sequences in a row, as many micro-batches as their tokens need
     logprob_chunk: Positive = 2048  # ids of the vocabulary whose logits exist at one time, per device
-    remat: Literal["none", "dots", "full", "offload"] = "dots"
+    remat: Literal["auto", "none", "dots", "full", "offload"] = "auto"  # auto: dots, or none for short rows on one CPU
     attention: Literal["xla", "splash"] = "xla"
     offload: Literal["none", "moments", "all"] = "none"  # waits in host memory while other agents have their turn
     mesh: MeshConfig | None = None  # other axes for the same devices; None: the run's

@@ -36,7 +36,7 @@ def programs(config: Config, index: int, model: DecoderConfig, mesh: Any) -> dic
     tokens = math.ceil(rows / batch) * width
     splash = settings.attention == "splash"
     one, top = block(tokens, width, splash), head(tokens)
-    kept = {"none": 1.0, "dots": 0.5, "full": 0.0, "offload": 0.0}[settings.remat] * one
+    kept = {"none": 1.0, "auto": 0.5, "dots": 0.5, "full": 0.0, "offload": 0.0}[settings.remat] * one
     inputs = 0 if settings.remat == "offload" else tokens * d * 2
     trained = layers * layer + model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if settings.lora:

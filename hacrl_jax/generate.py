@@ -50,7 +50,7 @@ class Policy:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
         engine = Engine(
             self.graphdef, self.model, shapes, eos=self.tokenizer.eos, vocab_size=self.tokenizer.vocab_size,
-            config=settings, mesh=self.mesh, dtype=self.dtype, axes=self.axes,
+            config=settings, mesh=self.mesh, dtype=self.dtype, axes=self.axes, lanes=1,
         )  # fmt: skip
         copy, self.params = engine.load_params(self.params), None
         return engine, copy

@@ -5,9 +5,10 @@
 The work is sample_uniform and sample_ragged of $HACRL_SHARED/bench/workloads.json (default: ../shared). Ragged rows end
 at lengths that the scheduler does not know: an array on the device ends them. `bound` is what the decode steps alone
 would give with all slots busy; `schedule` is the sum of the step times, each at its own number of slots and window,
-that the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. The runs of all
-contestants alternate, and medians are compared, because other work on the machine changes its speed from minute to
-minute.
+that the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. Where the engine
+has several lanes, steps and prefills are timed in all of them at once, and one lane's has its share of that time. The
+runs of all contestants alternate, and medians are compared, because other work on the machine changes its speed from
+minute to minute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import numpy as np
 from hacrl_jax.config import RolloutConfig
 from hacrl_jax.models import decoder
 from hacrl_jax.models.decoder import DecoderConfig
+from hacrl_jax.sampler.decode import DecodeState
 from hacrl_jax.sampler.engine import Engine
 from hacrl_jax.sampler.rollout import rollout
 from hacrl_jax.sampler.sampling import sampling
@@ -70,9 +73,11 @@ def main() -> None:
         engine, copy = ours[name]
         steps = _step_seconds(engine, copy)
         fixed = _prefill_seconds(engine, copy, prompts)
-        decode, row = _schedule(engine, lengths.tolist(), prompts.shape[1], steps), result[name]
+        parts, row = np.array_split(lengths, engine.lanes), result[name]
+        decode = sum(_schedule(engine, part.tolist(), prompts.shape[1], steps) for part in parts)
+        decode /= engine.lanes
         busy = statistics.mean(taken for (slots, _), taken in steps.items() if slots == engine.slots)
-        bound = float(lengths.sum()) / engine.slots * busy
+        bound = float(lengths.sum()) / (engine.slots * engine.lanes) * busy
         row |= {
             "bound_seconds": bound,
             "ratio_bound": bound / row["seconds"],
@@ -137,23 +142,30 @@ def _report(seconds: dict[str, list[float]], name: str, tokens: int) -> dict[str
 
 
 def _step_seconds(engine: Engine, params: Params) -> dict[tuple[int, int], float]:
-    """Seconds of one decode step with all slots busy, for each (slots, window)."""
+    """Seconds of one decode step of every lane, with all slots busy, for each (slots, window)."""
     settings, count, found = sampling(1.0), engine.config.dispatch_steps, {}
-    state = engine.init_decode_state(0)
+    states = [engine.init_decode_state(0) for _ in range(engine.lanes)]
+
+    def filled(state: DecodeState) -> DecodeState:
+        """Always the same entries, the last of the window."""
+        full = partial(jnp.full_like, state.length)
+        return state.replace(length=full(state.window - count), step=full(0), limit=full(10**6), row=full(engine.rows),
+                             live=jnp.ones_like(state.live))  # fmt: skip
+
+    def dispatch(state: DecodeState) -> DecodeState:
+        state, status = engine.generate_many(params, state, settings, steps=count, free=state.slots + 1)
+        jax.block_until_ready(status)
+        return state
+
     for slots in reversed(engine.slot_counts):
-        while state.slots > slots:
-            state = engine.shrink(state, [])
+        while states[0].slots > slots:
+            states = [engine.shrink(state, []) for state in states]
         for window in engine.windows_of(slots):
-            state, times = engine.resize(state, window), []
+            states, times = [engine.resize(state, window) for state in states], []
             for _ in range(9):
-                # Always the same entries, the last of the window.
-                full = partial(jnp.full_like, state.length)
-                state = state.replace(length=full(window - count), step=full(0), limit=full(10**6),
-                                      row=full(engine.rows), live=jnp.ones_like(state.live))  # fmt: skip
-                jax.block_until_ready(state)
+                states = jax.block_until_ready([filled(state) for state in states])
                 start = time.perf_counter()
-                state, status = engine.generate_many(params, state, settings, steps=count, free=slots + 1)
-                jax.block_until_ready(status)
+                states = _at_once(dispatch, states)
                 times.append((time.perf_counter() - start) / count)
             found[slots, window] = statistics.median(times[1:])
     return found
@@ -163,16 +175,25 @@ def _prefill_seconds(engine: Engine, params: Params, prompts: np.ndarray) -> flo
     """Seconds to prefill all prompts, and to insert them with every slot filled at once."""
     rows = engine.prefill_shape(prompts.shape[1])[0]
     lengths, times = np.full(rows, prompts.shape[1]), []
-    state = engine.init_decode_state(prompts.shape[1])
+    states = [engine.init_decode_state(prompts.shape[1]) for _ in range(engine.lanes)]
     entries = [(slot, slot, engine.rows, 0, slot, 10**6) for slot in range(engine.slots)]
-    for _ in range(5):
-        start = time.perf_counter()
+
+    def fill(state: DecodeState) -> DecodeState:
         prefix = engine.prefill(params=params, padded_tokens=prompts[:rows], true_length=lengths)
         for _ in range(-(-rows // engine.slots)):
             state = engine.bulk_insert(prefix, state, engine.requests(entries), jax.random.key(0))
-        jax.block_until_ready(state)
+        return jax.block_until_ready(state)
+
+    for _ in range(5):
+        start = time.perf_counter()
+        states = _at_once(fill, states)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) * -(-len(prompts) // rows)
+    return statistics.median(times[1:]) * -(-len(prompts) // (rows * engine.lanes))
+
+
+def _at_once(function: Callable[[DecodeState], DecodeState], states: list[DecodeState]) -> list[DecodeState]:
+    with ThreadPoolExecutor(len(states)) as threads:
+        return list(threads.map(function, states))
 
 
 def _schedule(engine: Engine, lengths: list[int], prompt: int, steps: dict[tuple[int, int], float]) -> float:

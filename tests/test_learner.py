@@ -120,6 +120,25 @@ def test_micro_batches_give_the_same_update(size):
     chex.assert_trees_all_close(split[0].moments, whole[0].moments, rtol=1e-3, atol=1e-7)
 
 
+def test_one_cpu_takes_a_divisor_of_the_rows_that_its_caches_hold():
+    sizes = {(32, 192): 8, (128, 96): 16, (6, 700): 2, (7, 600): 1, (4, 5000): 1, (16, 12): 16}
+    assert {shape: learner._cached_rows(*shape) for shape in sizes} == sizes
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_what_is_computed_again_changes_no_update(remat):
+    """Scanned and recomputed, as on a mesh, or unrolled and kept, as on one CPU."""
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    graphdef, _, _ = models.abstract(CONFIG)
+    params = models.init(CONFIG, jax.random.key(0))
+    found = []
+    for policy in ("auto", remat):
+        programs = learner.build(forward(graphdef, remat=policy), AGENT, OBJECTIVE, 0, mesh, 10)
+        state, outcome = programs.update(programs.init(jax.tree.map(jnp.copy, params)), batch(), jnp.int32(1))
+        found.append((state.moments, outcome.loss))
+    chex.assert_trees_all_close(*found, rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("size", [2, 0])
 def test_packed_rows_give_the_same_update_and_scores(size):
     padded, packed = one_update(), one_update(packing=True, micro_batch=size)

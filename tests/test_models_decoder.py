@@ -100,6 +100,29 @@ def test_unstacked_layers_compute_the_same():
 
 
 @pytest.mark.parametrize("config", [QWEN, LLAMA])
+@pytest.mark.parametrize("segments", [False, True])
+def test_queries_are_these_tokens_of_the_whole(config, segments):
+    """Stacked layers compute all tokens and take some, unstacked ones compute these alone in their last layer."""
+    graphdef, params = make(config)
+    tokens, positions = rows(2, 200)  # long enough for attention in blocks
+    segment = np.repeat([[1, 2, 0]], 2, axis=0).repeat([90, 70, 40], axis=1) if segments else None
+    queries = np.array([[0, 5, 89, 90, 159, 3, 3], [199, 1, 100, 48, 47, 60, 120]])
+
+    def value(params, queries, take):
+        hidden, _ = decoder.apply(graphdef, params, tokens, positions, segment=segment, queries=queries)
+        hidden = hidden if take is None else jnp.take_along_axis(hidden, take[..., None], 1)
+        return jnp.sum(jnp.sin(hidden)), hidden
+
+    gradient = jax.jit(jax.value_and_grad(value, has_aux=True))
+    (_, expected), slope = gradient(params, None, queries)
+    for form, back in ((params, lambda x: x), (decoder.unstack(params), decoder.stack)):
+        (_, found), ours = gradient(form, queries, None)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        chex.assert_trees_all_close(back(ours), slope, rtol=1e-4, atol=2e-5)
+    chex.assert_trees_all_equal(decoder.stack(decoder.unstack(params)), params)
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA])
 def test_packed_rows_equal_separate_ones(config):
     graphdef, params = make(config)
     tokens, positions = rows(2, 12)

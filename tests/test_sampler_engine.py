@@ -27,11 +27,11 @@ FORWARD = jax.jit(lambda params, tokens: decoder.logits(params, decoder.apply(
     GRAPHDEF, params, tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))[0]))  # fmt: skip
 
 
-def make(slots=3, eos=(3, 5), dtype=jnp.float32, mesh=None, attention=None, **changes):
+def make(slots=3, eos=(3, 5), dtype=jnp.float32, mesh=None, attention=None, lanes=None, **changes):
     """(engine, its copy of the parameters)."""
     config = {"prompts": 7, "samples": 3, "max_prompt": 40, "max_response": 24, "slots": slots, "dispatch_steps": 4}
     engine = Engine(GRAPHDEF, MODEL, SHAPES, eos=eos, vocab_size=VOCAB, config=RolloutConfig(**config | changes),
-                    dtype=dtype, mesh=mesh, axes=AXES, attention=attention)  # fmt: skip
+                    dtype=dtype, mesh=mesh, axes=AXES, attention=attention, lanes=lanes)  # fmt: skip
     return engine, engine.load_params(PARAMS)
 
 
@@ -194,6 +194,26 @@ def test_rows_that_are_left_move_to_fewer_slots(three, shape):
     np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["unrolled", "xla"])
+def test_lanes_share_the_slots_and_change_no_sample(attention):
+    """Also where prompts do not divide, where one prompt leaves a lane empty, and where answers come in passes."""
+    limit = np.random.default_rng(2).integers(1, 25, 21)
+    one, two = make(slots=3, attention=attention), make(slots=7, lanes=2, prompts=5, attention=attention)
+    assert two[0].slots == 4 and make(slots=32)[0].lanes == 2 and make(slots=31)[0].lanes == 1
+    for options in ({"limit": limit}, {"order": [4]}, {"order": [1, 2, 6], "samples": 1, "temperature": 0.0}):
+        found, expected = sample(two, **options), sample(one, **options)
+        for name in ("response", "length", "stopped"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
+
+
+def test_what_fails_in_a_lane_is_told():
+    made = make(slots=4, lanes=2)
+    made[0].bulk_insert = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sample(made)
+
+
 def test_bad_requests_are_told(three):
     engine, params = three
     for length in (0, 41):
@@ -205,11 +225,13 @@ def test_bad_requests_are_told(three):
         make(max_response=500)
 
 
-def test_nothing_compiles_after_the_warm_up():
-    made = make(slots=5)
+@pytest.mark.parametrize("slots", [5, 32])
+def test_nothing_compiles_after_the_warm_up(slots):
+    made = make(slots=slots)
     names = list(made[0].warm_up(made[1], (sampling(1.0), sampling(0.0))))
     decode = [name for name in names if name.startswith("decode")]
     assert len(names) - len(decode) == len(made[0].prefill_buckets)
+    assert made[0].lanes == (2 if slots == 32 else 1)
     assert len(decode) == 2 * sum(len(made[0].windows_of(slots)) for slots in made[0].slot_counts)
     sample(made)  # the few programs outside the engine: cutting the answers, folding the key
     compiled = []

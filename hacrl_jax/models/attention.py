@@ -21,13 +21,25 @@ MASKED = -1e30  # finite, so that a row with every key masked stays finite
 TERMS = 8  # of one unrolled sum at most
 
 
-def causal(q: Array, k: Array, v: Array, segment: Array | None, implementation: Implementation = "xla") -> Array:
+def causal(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment: Array | None,
+    implementation: Implementation = "xla",
+    queries: Array | None = None,
+) -> Array:
     """Each token attends to itself and what precedes it in its segment.
 
     q [B, T, H, h]; k, v [B, T, K, h]; segment [B, T] or None (a row is one sequence). Tokens of segment 0 (padding)
     attend to one another, which keeps their rows finite and touches no other. "splash" is the TPU's kernel (splash.py).
-    Returns [B, T, H, h].
+    With queries [B, S], q [B, S, H, h] belongs to these of the T tokens ("xla" only). Returns q's shape.
     """
+    if queries is not None:
+        visible = queries[:, :, None] >= jnp.arange(k.shape[1])  # [B, S, T]
+        if segment is not None:
+            visible &= jnp.take_along_axis(segment, queries, axis=1)[:, :, None] == segment[:, None, :]
+        return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="xla")
     if implementation == "splash":
         return splash.causal(q, k, v, segment)
     # In blocks, each of which meets the keys up to its own end: those that no query of it sees would cost as much as
@@ -36,13 +48,12 @@ def causal(q: Array, k: Array, v: Array, segment: Array | None, implementation: 
     count = max(1, min(BLOCKS, t // SHORTEST))
     ends = [-(-t * i // count) for i in range(1, count + 1)]
     mixed = []
-    for start, end in pairwise((0, *ends)):
+    # split: its gradient is one concatenation, that of four slices four padded arrays and their sum.
+    for block, (start, end) in zip(jnp.split(q, ends[:-1], axis=1), pairwise((0, *ends)), strict=True):
         visible = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None, None]  # [1, 1, t, s]
         if segment is not None:
             visible = visible & (segment[:, None, start:end, None] == segment[:, None, None, :end])
-        mixed.append(
-            jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=visible, implementation="xla")
-        )
+        mixed.append(jax.nn.dot_product_attention(block, k[:, :end], v[:, :end], mask=visible, implementation="xla"))
     return jnp.concatenate(mixed, axis=1)
 
 

@@ -98,19 +98,30 @@ class Layer(nnx.Module):
         self.up_proj = linear("up_proj", (d, f), ("embed", "mlp"))
         self.down_proj = linear("down_proj", (f, d), ("mlp", "embed"))
 
-    def __call__(self, x: Array, cos: Array, sin: Array, attention: Any) -> tuple[Array, tuple[Array, Array]]:
-        """x [B, T, D] -> (x, the block's own k and v, each [B, T, K * h]). attention maps q, k, v to [B, T, H, h]."""
-        b, t, _ = x.shape
+    def __call__(
+        self, x: Array, cos: Array, sin: Array, attention: Any, queries: Array | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """x [B, T, D] -> (x, the block's own k and v, each [B, T, K * h]). attention maps q, k, v to q's shape.
+
+        With queries [B, S], x is computed for these of the T tokens alone: [B, S, D].
+        """
         eps, h = self.config.rms_norm_eps, self.config.head_dim
+        heads = lambda x: x.reshape(*x.shape[:2], -1, h)  # noqa: E731
         y = _rms_norm(x, self.input_norm[...], eps)
-        q, k, v = (proj(y).reshape(b, t, -1, h) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = heads(self.k_proj(y)), heads(self.v_proj(y))
+        if queries is not None:
+            x, y = _take(x, queries), _take(y, queries)
+        q = heads(self.q_proj(y))
         if self.config.qk_norm:
             q, k = _rms_norm(q, self.q_norm[...], eps), _rms_norm(k, self.k_norm[...], eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.o_proj(attention(q, k, v).reshape(b, t, -1))
+        k = rotate(k, cos, sin)
+        if queries is not None:
+            cos, sin = _take(cos, queries), _take(sin, queries)
+        q = rotate(q, cos, sin)
+        x = x + self.o_proj(attention(q, k, v).reshape(*x.shape[:2], -1))
         y = _rms_norm(x, self.post_norm[...], eps)
         x = x + self.down_proj(jax.nn.silu(self.gate_proj(y)) * self.up_proj(y))
-        return x, (k.reshape(b, t, -1), v.reshape(b, t, -1))
+        return x, (k.reshape(*k.shape[:2], -1), v.reshape(*v.shape[:2], -1))
 
 
 class Decoder(nnx.Module):
@@ -132,23 +143,27 @@ class Decoder(nnx.Module):
         dtype: Any,
         remat: Remat,
         implementation: attend.Implementation,
+        queries: Array | None,
         unstacked: tuple[Params, ...] | None,
     ) -> tuple[Array, tuple[Array, Array] | tuple[tuple[Array, Array], ...]]:
         config = self.config
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = rotation(positions, frequencies)
+        angles = partial(rotation, frequencies=frequencies)
+        cos, sin = angles(positions) if unstacked is None else _once(angles, positions)
         block, stacked = nnx.split(self.layers)
 
-        def body(x: Array, layer: tuple[Params, Any]) -> tuple[Array, tuple[Array, Array]]:
+        def body(
+            x: Array, layer: tuple[Params, Any], queries: Array | None = None
+        ) -> tuple[Array, tuple[Array, Array]]:
             params, layer_cache = layer
             x = checkpoint_name(x, "block_input")
             if layer_cache is None:
-                attention = partial(attend.causal, segment=segment, implementation=implementation)
+                attention = partial(attend.causal, segment=segment, implementation=implementation, queries=queries)
             elif implementation == "unrolled":
                 attention = partial(attend.unrolled, cache=layer_cache, length=length)
             else:
                 attention = partial(attend.cached, cache=layer_cache, length=length, segment=segment)
-            x, kv = nnx.merge(block, params)(x, cos, sin, attention)
+            x, kv = nnx.merge(block, params)(x, cos, sin, attention, queries)
             return between(x), kv
 
         # Looked up where each part of the hidden axis lies, then exchanged for whole rows: no device holds the table.
@@ -157,10 +172,11 @@ class Decoder(nnx.Module):
         x = between(x.astype(dtype))  # [B, T, D]
         if unstacked is None:
             x, kv = jax.lax.scan(_remat(body, remat), x, (nnx.to_pure_dict(stacked), cache))
+            x = x if queries is None else _take(x, queries)
         else:
-            kv = ()
-            for layer in zip(unstacked, cache or (None,) * len(unstacked), strict=True):
-                x, fresh = body(x, layer)
+            kv, last = (), len(unstacked) - 1
+            for i, layer in enumerate(zip(unstacked, cache or (None,) * len(unstacked), strict=True)):
+                x, fresh = _remat(body, remat)(x, layer, queries if i == last else None)
                 kv += (fresh,)
         if cache is None:
             x = sharding.constrain(x, "batch", None, None)
@@ -219,6 +235,7 @@ def apply(
     dtype: Any = jnp.float32,
     remat: Remat = "none",
     attention: attend.Implementation = "xla",
+    queries: Array | None = None,
 ) -> tuple[Array, tuple[Array, Array] | tuple[tuple[Array, Array], ...]]:
     """Hidden states after the final norm, and the keys and values of these tokens.
 
@@ -227,9 +244,10 @@ def apply(
     tokens also attend to the first cache_length entries. The cache is only read; the caller writes the new k, v.
     Parameters are cast to dtype where they are used; norms' statistics, rotations and softmax are float32.
 
-    Returns (hidden [B, T, D] in dtype, (k, v) each [L, B, T, K * h] in dtype). With unstacked params, layers are not
-    scanned, and the cache given and returned is L pairs of [B, C, K * h]. With attention "unrolled" (one new token per
-    row) the keys of the cache are [B, K * h, C].
+    Returns (hidden [B, T, D] in dtype, (k, v) each [L, B, T, K * h] in dtype); with queries [B, S], without a cache,
+    hidden [B, S, D] of these of the T tokens. With unstacked params, layers are not scanned, the last one computes the
+    queries alone, and the cache given and returned is L pairs of [B, C, K * h]. With attention "unrolled" (one new
+    token per row) the keys of the cache are [B, K * h, C].
     """
     layers = params["layers"]
     unstacked = layers if isinstance(layers, tuple) else None
@@ -238,17 +256,22 @@ def apply(
     exact = jnp.dtype(dtype) == jnp.float32  # TPUs and GPUs multiply float32 in fewer bits unless told
     with jax.default_matmul_precision("highest") if exact else nullcontext():
         decoder = nnx.merge(graphdef, params)
-        return decoder(tokens, positions, segment, cache, cache_length, dtype, remat, attention, unstacked)
+        return decoder(tokens, positions, segment, cache, cache_length, dtype, remat, attention, queries, unstacked)
 
 
 def unstack(params: Params) -> Params:
-    """params with "layers" as a tuple of L trees: what the sampler reads.
+    """params with "layers" as a tuple of L trees: what the sampler reads, and the learner on one CPU.
 
     A scan copies a layer's parameters and cache out of their stacks before it multiplies, which a decode step, with one
     token per row, does not repay: on CPU it took twice as long as the unrolled one.
     """
     count = jax.tree.leaves(params["layers"])[0].shape[0]
     return params | {"layers": tuple(jax.tree.map(itemgetter(i), params["layers"]) for i in range(count))}
+
+
+def stack(params: Params) -> Params:
+    """unstack undone."""
+    return params | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"])}
 
 
 def head(params: Params) -> Array:
@@ -275,6 +298,24 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _take(x: Array, queries: Array) -> Array:
+    """[B, T, ...] -> [B, S, ...] by indices [B, S]."""
+    return jnp.take_along_axis(x, queries[..., None], axis=1)
+
+
+def _once(function: Any, positions: Array) -> Any:
+    """function(positions), computed once. XLA's CPU backend would compute sines and cosines again in every unrolled
+    layer that reads them, for every head; it does not merge what is in a branch with what follows."""
+
+    def apart(positions: Array) -> Any:
+        shapes = jax.eval_shape(function, positions)
+        blank = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+        # Always the first branch: no position is that low.
+        return jax.lax.cond(positions[0, 0] > -(2**30), function, blank, positions)
+
+    return jax.lax.platform_dependent(positions, cpu=apart, default=function)
 
 
 def _between(x: Array) -> Array:

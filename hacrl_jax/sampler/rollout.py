@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import jax
@@ -65,7 +67,7 @@ def rollout(
     parts = []
     for first in range(0, rows, per_pass):
         count = min(per_pass, rows - first)
-        answers = Schedule(engine, work, deque(range(first, first + count)), first).run()
+        answers = _run(engine, work, range(first, first + count))
         parts.append(jax.tree.map(lambda x, count=count: x[:count], answers))
     whole = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return Rollouts(
@@ -76,6 +78,21 @@ def rollout(
         logprob=whole.logprob[:, :longest],
         stopped=whole.stopped,
     )
+
+
+def _run(engine: Engine, work: Work, rows: range) -> Answers:
+    """These samples, as many prompts in each of the engine's lanes; the answer of the first one is row 0.
+
+    A lane has its own queue, so that its schedule is fixed, and its own thread: JAX runs what one thread dispatches in
+    order, what several do at once.
+    """
+    share = -(-len(rows) // (work.samples * engine.lanes)) * work.samples
+    queues = [deque(rows[i : i + share]) for i in range(0, len(rows), share)]
+    one = lambda queue: Schedule(engine, work, queue, rows.start).run()  # noqa: E731
+    if len(queues) == 1:
+        return one(queues[0])
+    with ThreadPoolExecutor(len(queues)) as threads:
+        return reduce(engine.join, threads.map(one, queues))
 
 
 @dataclass(frozen=True)

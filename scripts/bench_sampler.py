@@ -6,9 +6,9 @@ The work is sample_uniform and sample_ragged of $HACRL_SHARED/bench/workloads.js
 at lengths that the scheduler does not know: an array on the device ends them. `bound` is what the decode steps alone
 would give with all slots busy; `schedule` is the sum of the step times, each at its own number of slots and window,
 that the schedule needs if a row's end takes effect at once, with the prefills and insertions it needs. Where the engine
-has several lanes, steps and prefills are timed in all of them at once, and one lane's has its share of that time. The
-runs of all contestants alternate, and medians are compared, because other work on the machine changes its speed from
-minute to minute.
+has several lanes, `bound` is from steps of all of them at once, and `schedule` adds up the steps of each as they are
+alone: the wall time may be below it. The runs of all contestants alternate, and medians are compared, because other
+work on the machine changes its speed from minute to minute.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def main() -> None:
     }
     for name, lengths in (("uniform", np.full(len(prompts), uniform["new_tokens"])), ("ragged", limits)):
         engine, copy = ours[name]
-        steps = _step_seconds(engine, copy)
+        steps, busy = _step_seconds(engine, copy, 1), _step_seconds(engine, copy, engine.lanes)
         fixed = _prefill_seconds(engine, copy, prompts)
         parts, row = np.array_split(lengths, engine.lanes), result[name]
         decode = sum(_schedule(engine, part.tolist(), prompts.shape[1], steps) for part in parts)
-        decode /= engine.lanes
-        busy = statistics.mean(taken for (slots, _), taken in steps.items() if slots == engine.slots)
-        bound = float(lengths.sum()) / (engine.slots * engine.lanes) * busy
+        step = statistics.mean(taken for (slots, _), taken in busy.items() if slots == engine.slots)
+        bound = float(lengths.sum()) / (engine.slots * engine.lanes) * step
         row |= {
+            "lanes": engine.lanes,
             "bound_seconds": bound,
             "ratio_bound": bound / row["seconds"],
             "prefill_seconds": fixed,
@@ -141,10 +141,10 @@ def _report(seconds: dict[str, list[float]], name: str, tokens: int) -> dict[str
     return row
 
 
-def _step_seconds(engine: Engine, params: Params) -> dict[tuple[int, int], float]:
-    """Seconds of one decode step of every lane, with all slots busy, for each (slots, window)."""
+def _step_seconds(engine: Engine, params: Params, lanes: int) -> dict[tuple[int, int], float]:
+    """Seconds of one decode step of so many lanes at once, with all slots busy, for each (slots, window)."""
     settings, count, found = sampling(1.0), engine.config.dispatch_steps, {}
-    states = [engine.init_decode_state(0) for _ in range(engine.lanes)]
+    states = [engine.init_decode_state(0) for _ in range(lanes)]
 
     def filled(state: DecodeState) -> DecodeState:
         """Always the same entries, the last of the window."""

@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
         else:
             kv, last = (), len(unstacked) - 1
             for i, layer in enumerate(zip(unstacked, cache or (None,) * len(unstacked), strict=True)):
-                x, fresh = _remat(body, remat)(x, layer, queries if i == last else None)
+                x, fresh = body(x, layer, queries if i == last else None)
                 kv += (fresh,)
         if cache is None:
             x = sharding.constrain(x, "batch", None, None)
@@ -245,9 +245,9 @@ def apply(
     Parameters are cast to dtype where they are used; norms' statistics, rotations and softmax are float32.
 
     Returns (hidden [B, T, D] in dtype, (k, v) each [L, B, T, K * h] in dtype); with queries [B, S], without a cache,
-    hidden [B, S, D] of these of the T tokens. With unstacked params, layers are not scanned, the last one computes the
-    queries alone, and the cache given and returned is L pairs of [B, C, K * h]. With attention "unrolled" (one new
-    token per row) the keys of the cache are [B, K * h, C].
+    hidden [B, S, D] of these of the T tokens. With unstacked params, layers are not scanned, remat is "none", the
+    last layer computes the queries alone, and the cache given and returned is L pairs of [B, C, K * h]. With attention
+    "unrolled" (one new token per row) the keys of the cache are [B, K * h, C].
     """
     layers = params["layers"]
     unstacked = layers if isinstance(layers, tuple) else None

@@ -194,11 +194,10 @@ def test_rows_that_are_left_move_to_fewer_slots(three, shape):
     np.testing.assert_allclose(found.logprob, expected.logprob, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["unrolled", "xla"])
-def test_lanes_share_the_slots_and_change_no_sample(attention):
+def test_lanes_share_the_slots_and_change_no_sample():
     """Also where prompts do not divide, where one prompt leaves a lane empty, and where answers come in passes."""
     limit = np.random.default_rng(2).integers(1, 25, 21)
-    one, two = make(slots=3, attention=attention), make(slots=7, lanes=2, prompts=5, attention=attention)
+    one, two = make(slots=3), make(slots=7, lanes=2, prompts=5)
     assert two[0].slots == 4 and make(slots=32)[0].lanes == 2 and make(slots=31)[0].lanes == 1
     for options in ({"limit": limit}, {"order": [4]}, {"order": [1, 2, 6], "samples": 1, "temperature": 0.0}):
         found, expected = sample(two, **options), sample(one, **options)
@@ -225,9 +224,9 @@ def test_bad_requests_are_told(three):
         make(max_response=500)
 
 
-@pytest.mark.parametrize("slots", [5, 32])
-def test_nothing_compiles_after_the_warm_up(slots):
-    made = make(slots=slots)
+@pytest.mark.parametrize(("slots", "shrink"), [(5, 4), (32, 1)])
+def test_nothing_compiles_after_the_warm_up(slots, shrink):
+    made = make(slots=slots, shrink=shrink)
     names = list(made[0].warm_up(made[1], (sampling(1.0), sampling(0.0))))
     decode = [name for name in names if name.startswith("decode")]
     assert len(names) - len(decode) == len(made[0].prefill_buckets)

@@ -45,10 +45,11 @@ class Ability:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where a run's files are, and how many steps it has."""
+    """Where a run's files are, how many steps it has, and whether this host wrote the files."""
 
     folder: Path
     steps: int
+    writes: bool
 
 
 @hosts.together
@@ -64,7 +65,7 @@ def train(config: Config, *, resume: bool = False, fresh: bool = False, show: bo
         for step, problems in run.steps():
             ability = train_step(problems, step, run.agents, ability, verdicts, run.config, run.output, run.watch)
             run.done(step, ability.history)
-    return Summary(run.output.folder, run.total)
+    return Summary(run.output.folder, run.total, run.output.writes)
 
 
 def train_step(problems: Sequence[Problem], step: int, agents: Sequence[Agent], ability: Ability, judge: Judge,

@@ -68,7 +68,9 @@ def train(
     metrics.check(resolved, resume=resume, fresh=fresh)  # before JAX and the models are loaded
     from hacrl_jax.algorithm import train as run
 
-    report.finish([run(resolved, resume=resume, fresh=fresh).folder])
+    summary = run(resolved, resume=resume, fresh=fresh)
+    if summary.writes:  # of several hosts, the one that has the run's files
+        report.finish([summary.folder])
 
 
 @app.command(name="eval")

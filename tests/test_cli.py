@@ -112,6 +112,18 @@ def test_full_disk_and_interrupt_are_one_line(here, hacrl, monkeypatch, error, s
     assert code == status and err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_of_several_hosts_only_the_one_with_the_files_reports(here, hacrl, monkeypatch, writes):
+    # A host without the files has nothing to read; on a shared disk two of them replaced one temporary file.
+    from hacrl_jax import algorithm, report
+
+    reported = []
+    monkeypatch.setattr(algorithm, "train", lambda *_, **__: algorithm.Summary(Path("runs/t"), 1, writes))
+    monkeypatch.setattr(report, "finish", reported.append)
+    assert hacrl("train", "c.yaml")[0] == 0
+    assert reported == ([[Path("runs/t")]] if writes else [])
+
+
 def test_a_bug_keeps_its_traceback(here, monkeypatch):
     monkeypatch.setattr(config, "load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

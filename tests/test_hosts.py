@@ -165,8 +165,10 @@ def test_two_processes_train_lose_one_resume_and_repeat_themselves(tmp_path):
     assert killed[0] == -9 and left[0] not in (0, None), left
     assert left[2] - killed[2] < 60, left  # the heartbeat, and what a busy machine adds
     assert re.search(r"no sign of life from host 1: killed|stopped sending heartbeats\):\n1\n", left[1]), left
-    assert [status for status, *_ in train(tmp_path, 2, "name=part", "steps=5", "--resume")] == [0, 0]
-    assert train(tmp_path, 1, "name=one", "steps=1")[0][0] == 0
+    resumed = train(tmp_path, 2, "name=part", "steps=5", "--resume")
+    assert [status for status, *_ in resumed] == [0, 0], resumed
+    alone = train(tmp_path, 1, "name=one", "steps=1")
+    assert alone[0][0] == 0, alone
 
     trained = lambda name: [row for row in rows(tmp_path / name) if "reward" in row]  # noqa: E731
     assert len(trained("whole")) == 10

@@ -107,4 +107,3 @@ def _spread(flat: np.ndarray, inside: np.ndarray) -> np.ndarray:
     wide = np.zeros(inside.shape, flat.dtype)
     wide[inside] = flat
     return wide
-

@@ -1,6 +1,5 @@
 """The learner at scale: memory as the compiler states it, little padding, host memory, nothing compiled twice."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -52,9 +52,7 @@ def test_cached_equals_whole(config, new):
     length = np.array([0, 5, 16])  # every row continues from its own place
     cache = tuple(jnp.where(jnp.arange(20)[:, None] < length[:, None, None], part, 1e4) for part in kv)
     at = length[:, None] + np.arange(new)
-    step, fresh = APPLY(
-        graphdef, params, np.take_along_axis(tokens, at, 1), at, cache=cache, cache_length=length
-    )
+    step, fresh = APPLY(graphdef, params, np.take_along_axis(tokens, at, 1), at, cache=cache, cache_length=length)
     np.testing.assert_allclose(step, np.take_along_axis(whole, at[..., None], 1), atol=2e-5)
     for part, all_of_it in zip(fresh, kv, strict=True):
         np.testing.assert_allclose(part, np.take_along_axis(all_of_it, at[None, ..., None], 2), atol=2e-5)
@@ -235,9 +233,7 @@ def test_graphdef_is_a_static_argument():
 @pytest.mark.parametrize(("t", "h"), [(200, 64), (100, 128), (513, 128)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_splash_equals_xla(t, h, packed):
-    q, k, v, weight = (
-        jax.random.normal(jax.random.key(i), (2, t, heads, h)) for i, heads in enumerate((4, 2, 2, 4))
-    )
+    q, k, v, weight = (jax.random.normal(jax.random.key(i), (2, t, heads, h)) for i, heads in enumerate((4, 2, 2, 4)))
     segment = None
     if packed:
         segment = np.where(np.arange(t) < t // 3, 1, np.where(np.arange(t) < t - 9, 2, 0)) * np.ones((2, 1), int)

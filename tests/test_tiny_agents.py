@@ -50,10 +50,7 @@ def test_two_architectures_two_tokenizers_three_sizes(toks):
 
 
 def test_the_tokenizers_cut_numbers_differently(toks):
-    pieces = {
-        name: [tokenizer.decode(tok, [i]) for i in tokenizer.encode(tok, "12345")]
-        for name, tok in toks.items()
-    }
+    pieces = {name: [tokenizer.decode(tok, [i]) for i in tokenizer.encode(tok, "12345")] for name, tok in toks.items()}
     assert pieces["tiny-qwen3-a"] == pieces["tiny-qwen3-b"] == ["1", "2", "3", "4", "5"]
     assert pieces["tiny-llama"] == ["12", "34", "5"]
 

@@ -19,7 +19,6 @@ def tensor(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-
 def capability(history: list[list[float]], window: int) -> list[float]:
     last = history[-window:]
     return [max(sum(row[k] for row in last) / len(last), 1e-8) for k in range(len(history[0]))]

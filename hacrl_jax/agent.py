@@ -107,9 +107,7 @@ class Agent:
         """The responses as text, without the EOS that ended them: for verification, logs and other tokenizers."""
         ids, length, stopped = jax.device_get((rollouts.response, rollouts.length, rollouts.stopped))
         ends = length - stopped
-        return tuple(
-            tokenizer.decode(self.tokenizer, row[:end].tolist()) for row, end in zip(ids, ends, strict=True)
-        )
+        return tuple(tokenizer.decode(self.tokenizer, row[:end].tolist()) for row, end in zip(ids, ends, strict=True))
 
     def score(self, problems: Sequence[Problem], rollouts: Rollouts) -> Array:
         """Log-probs [N, R] of its own responses under the current policy, in the rows and shapes of the updates; with
@@ -212,7 +210,7 @@ def build(
     settings = config.agents[index]
     forward = learner.Forward(
         graphdef, vocab_size, config.rollout.temperature, dtype, settings.logprob_chunk, config.rollout.max_response,
-        settings.remat, settings.attention,
+        settings.remat, settings.attention, exchange.shared(config, index),
     )  # fmt: skip
     programs = learner.build(forward, settings, config.objective, index, mesh, total_updates)
     engine = Engine(
@@ -248,4 +246,3 @@ def _fold(seed: int, path: Array) -> Array:
 
 def problem_ids(problems: Sequence[Problem]) -> Array:
     return jnp.asarray([problem.id for problem in problems], jnp.int32)
-

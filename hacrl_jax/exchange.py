@@ -7,6 +7,7 @@ buffers. Another tokenizer has other tokens for the same text, so those rows sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -262,6 +263,13 @@ def minibatches(config: Config, learner: int) -> list[np.ndarray]:
     cross = np.delete(rows, learner, axis=0)
     share = config.minibatch * G // len(cross)
     return [*own, *cross.reshape(len(cross), -1, share).transpose(1, 0, 2).reshape(-1, share * len(cross))]
+
+
+def shared(config: Config, learner: int) -> int:
+    """So many rows in turn, from the first on, answer one prompt in every one of these minibatches."""
+    G, others = config.rollout.samples, len(sources(len(config.agents), learner, config.objective)) - 1
+    mixed = config.objective.order == "mixed" or not others
+    return G if mixed else math.gcd(G, config.minibatch * G // others)
 
 
 @jax.jit

@@ -6,8 +6,10 @@ returns the two compiled programs that an agent runs. The arithmetic of the loss
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -20,7 +22,7 @@ from jax.sharding import Mesh
 from hacrl_jax import hacpo, models, packing
 from hacrl_jax.config import AgentConfig, ObjectiveConfig, OptimizerConfig
 from hacrl_jax.logprobs import head_logprobs
-from hacrl_jax.sharding import replicated, sharding
+from hacrl_jax.sharding import parts, replicated, sharding
 from hacrl_jax.types import Array, Minibatch, Params
 
 TOKENS = 2048  # of a micro-batch on one CPU, about: what a layer makes of more does not stay in the caches
@@ -79,6 +81,7 @@ class Forward:
     responses: int  # scored tokens of a row at most, R; other positions never meet the head
     remat: str = "none"  # auto: _layout decides
     attention: str = "xla"
+    group: int = 1  # so many rows of a minibatch in turn have the same prompt, which is then computed once
 
 
 def build(forward: Forward, agent: AgentConfig, objective: ObjectiveConfig, learner: int, mesh: Mesh,
@@ -161,14 +164,20 @@ def token_logprobs(forward: Forward, params: Params, minibatch: Minibatch) -> tu
     """
     chex.assert_rank(minibatch.tokens, 2)
     M, T = minibatch.tokens.shape
-    size = min(forward.responses, T) if minibatch.valid.shape[1] == 1 else T
-    where = jnp.argsort(~minibatch.scored, axis=1, stable=True)[:, :size]  # [M, size]: scored positions first
+    hidden = partial(models.apply, forward.graphdef, params, dtype=forward.dtype, remat=forward.remat)
+    if forward.group > 1:
+        *rows, segment, where = packing.behind_prompts(minibatch, forward.group, forward.responses)
+        states, _ = hidden(*rows, segment=segment, shared=(T - forward.responses, forward.group))
+        states = states.reshape(M, forward.responses, -1)
+    else:
+        size = min(forward.responses, T) if minibatch.valid.shape[1] == 1 else T
+        where = jnp.argsort(~minibatch.scored, axis=1, stable=True)[:, :size]  # [M, size]: scored positions first
+        before = jnp.maximum(where - 1, 0)  # the position that predicts the token
+        states, _ = hidden(
+            minibatch.tokens, minibatch.positions, segment=minibatch.segment, attention=forward.attention,
+            queries=before,
+        )  # fmt: skip
     target = jnp.take_along_axis(minibatch.tokens, where, axis=1)
-    before = jnp.maximum(where - 1, 0)  # the position that predicts the token
-    states, _ = models.apply(
-        forward.graphdef, params, minibatch.tokens, minibatch.positions, segment=minibatch.segment,
-        dtype=forward.dtype, remat=forward.remat, attention=forward.attention, queries=before,
-    )  # fmt: skip
     logprob, entropy = head_logprobs(
         models.head(params), states, target, forward.vocab_size, forward.temperature, forward.chunk
     )
@@ -237,39 +246,56 @@ def _layout(forward: Forward, agent: AgentConfig, mesh: Mesh, minibatch: Minibat
     nothing is computed again (6 layers of width 256, 32 rows of 192 tokens: 0.85 of the time). Elsewhere they are, for
     XLA's CPU backend would compute again at once, and keep, what it should not: unrolled, `full` saves no memory.
     """
+    M, T = minibatch.tokens.shape
     cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    prompt = T - forward.responses
+    group = forward.group if prompt > 0 and not agent.packing and forward.attention == "xla" else 1
+    if cpu and not agent.micro_batch:
+        size, group = _cached_rows(M, prompt, forward.responses, group)
+    else:
+        size = agent.micro_batch or M
+        group = math.gcd(group, size // parts("batch", size))  # a group lies on one device
     if forward.remat == "auto":
-        forward = replace(forward, remat="none" if cpu and minibatch.tokens.shape[1] <= SHORT else "dots")
-    size = agent.micro_batch or (_cached_rows(*minibatch.tokens.shape) if cpu else 0)
+        forward = replace(forward, remat="none" if cpu and T <= SHORT else "dots")
     forms = (models.unstack, models.stack) if cpu and forward.remat == "none" else (lambda params: params,) * 2
-    return Layout(forward, _arrange(minibatch, size, agent.packing, mesh), *forms)
+    return Layout(replace(forward, group=group), _arrange(minibatch, size, group, agent.packing, mesh), *forms)
 
 
-def _arrange(minibatch: Minibatch, size: int, packed: bool, mesh: Mesh) -> Work:
-    """Micro-batches of `size` rows (0: all), padded as they are, or packed."""
+def _arrange(minibatch: Minibatch, size: int, group: int, packed: bool, mesh: Mesh) -> Work:
+    """Micro-batches of `size` rows, padded as they are with groups of so many in turn kept together, or packed."""
     M = minibatch.tokens.shape[0]
-    size = size or M
 
     def on_mesh(x: Array) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, None, "batch", shape=x.shape[:2]))
 
     if packed:
         places = packing.place(packing.lengths_of(minibatch), minibatch.tokens.shape[1])
-        parts = jax.tree.map(lambda x: on_mesh(x.reshape(-1, size, *x.shape[1:])), packing.pack(minibatch, places))
+        rows = jax.tree.map(lambda x: on_mesh(x.reshape(-1, size, *x.shape[1:])), packing.pack(minibatch, places))
         return Work(
-            parts, -(-places.used // size),
+            rows, -(-places.used // size),
             tokens=lambda x: packing.unpack_tokens(_rows(x), places, minibatch.scored),
             sequences=lambda x: packing.unpack_sequences(_rows(x), places),
         )  # fmt: skip
-    # Strided, so that every device keeps its rows.
-    parts = jax.tree.map(lambda x: on_mesh(x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1)), minibatch)
-    back = lambda x: _rows(x.swapaxes(0, 1))  # noqa: E731
-    return Work(parts, M // size, tokens=back, sequences=back)
+    steps, groups = M // size, size // group
+
+    def cut(x: Array) -> Array:
+        # Strided, so that every device keeps its rows.
+        x = x.reshape(groups, steps, group, *x.shape[1:]).swapaxes(0, 1)
+        return on_mesh(x.reshape(steps, size, *x.shape[3:]))
+
+    def back(x: Array) -> Array:
+        return _rows(_rows(x.reshape(steps, groups, group, *x.shape[2:]).swapaxes(0, 1)))
+
+    return Work(jax.tree.map(cut, minibatch), steps, tokens=back, sequences=back)
 
 
-def _cached_rows(rows: int, length: int) -> int:
-    """How many of a minibatch's rows make a micro-batch of TOKENS at most: a divisor."""
-    return max(size for size in range(1, rows + 1) if rows % size == 0 and size * length <= max(TOKENS, length))
+def _cached_rows(rows: int, prompt: int, response: int, group: int) -> tuple[int, int]:
+    """(rows of a micro-batch, group): the most that make TOKENS at most, a prompt counted once in its group."""
+    divisors = lambda n, length: max(  # noqa: E731
+        (d for d in range(1, n + 1) if n % d == 0 and length(d) <= TOKENS), default=1
+    )
+    group = divisors(group, lambda d: prompt + d * response)
+    return group * divisors(rows // group, lambda d: d * (prompt + group * response)), group
 
 
 def _each(work: Work, zero: Any, function: Callable[[Minibatch], tuple[Any, Any]]) -> tuple[Any, Any]:

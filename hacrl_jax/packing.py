@@ -1,7 +1,8 @@
-"""Packing: several sequences in one row, so that a ragged batch costs its tokens and not its padding.
+"""Several sequences in one row: packing, so that a ragged batch costs its tokens and not its padding, and the answers
+to one prompt behind it, so that it is computed once.
 
-Everything is decided on the device from the lengths, with static shapes: as many rows as there are sequences, of which
-the first ones fill up. The learner's loop stops after the last used one.
+Packing is decided on the device from the lengths, with static shapes: as many rows as there are sequences, of which the
+first ones fill up. The learner's loop stops after the last used one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,39 @@ class Places(NamedTuple):
     offset: Array
     slot: Array
     used: Array  # [] rows in use
+
+
+class Answers(NamedTuple):
+    """What the decoder reads of M rows in groups of g, each of one prompt: a row is the prompt and g answers to it.
+
+    An answer starts with the prompt's last token, which predicts its first one, and goes without its own last one.
+    """
+
+    tokens: Array  # [M / g, P + g * R] int32
+    positions: Array  # [M / g, P + g * R] int32
+    segment: Array  # [M / g, P + g * R] int32, 1, or 0 for padding
+    at: Array  # [M, R] int32: where a row holds the tokens that the answer's hidden states predict
+
+
+def behind_prompts(rows: Minibatch, group: int, responses: int) -> Answers:
+    """Rows of one sequence each, of which every `group` in turn have one prompt. responses: R, so that P = T - R."""
+    M, T = rows.tokens.shape
+    # In a row that takes part, what is not scored is the prompt.
+    length = jnp.sum((rows.segment > 0) & ~rows.scored, axis=1, dtype=jnp.int32)
+    length = jnp.minimum(length.reshape(-1, group).min(axis=1), T - responses)  # [M / g]
+    at = jnp.repeat(length, group)[:, None] + jnp.arange(responses)  # [M, R]
+
+    def row(prompt: Array, answer: Array) -> Array:
+        return jnp.concatenate([prompt[::group, : T - responses], answer.reshape(M // group, -1)], axis=1)
+
+    own = lambda x, where: jnp.take_along_axis(x, where, axis=1)  # noqa: E731
+    inside = jnp.broadcast_to(jnp.arange(T) < jnp.repeat(length, group)[:, None] - 1, (M, T))
+    return Answers(
+        tokens=row(rows.tokens, own(rows.tokens, at - 1)),
+        positions=row(rows.positions, own(rows.positions, at - 1)),
+        segment=row(inside, own(rows.segment > 0, at)).astype(jnp.int32),
+        at=at,
+    )  # fmt: skip
 
 
 def slots_of(length: int) -> int:

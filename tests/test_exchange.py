@@ -194,6 +194,20 @@ def test_mixed_updates_hold_whole_prompts():
         assert all(np.sum(prompts == prompt) == 2 * 3 for prompt in set(prompts.tolist()))
 
 
+@pytest.mark.parametrize("changes", [{}, {"order": "mixed"}, {"cross": "none"}], ids=str)
+@pytest.mark.parametrize("n, samples", [(1, 3), (2, 3), (3, 3), (3, 4), (4, 6)])
+def test_rows_that_share_a_prompt_are_found_in_every_minibatch(n, samples, changes):
+    cfg = config(n, **changes)
+    cfg = cfg.model_copy(update={"rollout": RolloutConfig(prompts=12, samples=samples)})
+    for learner in range(n):
+        group = exchange.shared(cfg, learner)
+        assert samples % group == 0
+        assert group == samples or (n > 2 and not changes)
+        for rows in exchange.minibatches(cfg, learner):
+            prompts = rows % (12 * samples) // samples
+            assert (prompts.reshape(-1, group) == prompts[::group, None]).all()
+
+
 def test_without_partners_only_own_rows_are_there():
     assert exchange.sources(3, 1, ObjectiveConfig(cross="none")) == (1,)
     updates = exchange.minibatches(config(3, cross="none"), 1)

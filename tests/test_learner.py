@@ -30,14 +30,18 @@ def forward(graphdef, **changes):
     return dataclasses.replace(plain, **changes)
 
 
+GROUP = 4
+
+
 def batch(seed: int = 0) -> Minibatch:
-    """Rows of ragged prompts and responses from two sources; the last row is dropped."""
+    """Rows of ragged prompts and responses from two sources, GROUP in turn with one prompt; the last row is dropped."""
     rng = np.random.default_rng(seed)
-    prompt = rng.integers(1, P + 1, M)[:, None]
+    prompt = rng.integers(1, P + 1, M // GROUP).repeat(GROUP)[:, None]
     end = prompt + rng.integers(1, R + 1, M)[:, None]
     at = np.arange(T)[None]
     valid = np.arange(M)[:, None] < M - 1
     ids = rng.integers(0, IDS, (M, T))
+    ids = np.where(at < prompt, ids[::GROUP].repeat(GROUP, axis=0), ids)
     return jax.tree.map(jnp.asarray, Minibatch(
         tokens=np.where(at < end, ids, 0).astype(np.int32),
         positions=np.broadcast_to(at, (M, T)).astype(np.int32),
@@ -58,7 +62,7 @@ def one_update(*arguments, **changes):
     return updates(1, *arguments, **changes)[0]
 
 
-def updates(times, mesh=None, lora=None, m=1, poison=False, rows=None, **agent):
+def updates(times, mesh=None, lora=None, m=1, poison=False, rows=None, group=1, **agent):
     """(state, outcome) after each of so many updates on the same rows."""
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
     graphdef, abstract, axes = models.abstract(CONFIG, lora)
@@ -70,7 +74,9 @@ def updates(times, mesh=None, lora=None, m=1, poison=False, rows=None, **agent):
         rows = rows.replace(advantage=rows.advantage.at[0].set(jnp.nan))
     rows = jax.tree.map(lambda x: jax.device_put(x, sharding(mesh, "batch", shape=x.shape[:1])), rows)
     with jax.set_mesh(mesh):
-        programs = learner.build(forward(graphdef), AGENT.model_copy(update=agent), OBJECTIVE, 0, mesh, 10)
+        programs = learner.build(
+            forward(graphdef, group=group), AGENT.model_copy(update=agent), OBJECTIVE, 0, mesh, 10
+        )  # fmt: skip
         state, found = programs.init(params), []
         for _ in range(times):
             state, outcome = programs.update(state, rows, jnp.asarray(m, jnp.int32))
@@ -89,9 +95,7 @@ def test_logprobs_and_entropy_equal_the_plain_softmax():
     expected = jnp.take_along_axis(plain, rows.tokens[:, 1:, None], axis=2)[..., 0]
     scored = rows.scored[:, 1:]
     chex.assert_trees_all_close(logprob[:, 1:][scored], expected[scored], atol=1e-5)
-    chex.assert_trees_all_close(
-        entropy[:, 1:][scored], -(jnp.exp(plain) * plain).sum(-1)[scored], atol=1e-5
-    )
+    chex.assert_trees_all_close(entropy[:, 1:][scored], -(jnp.exp(plain) * plain).sum(-1)[scored], atol=1e-5)
     assert not np.any(logprob[~rows.scored])
 
 
@@ -121,8 +125,13 @@ def test_micro_batches_give_the_same_update(size):
 
 
 def test_one_cpu_takes_a_divisor_of_the_rows_that_its_caches_hold():
-    sizes = {(32, 192): 8, (128, 96): 16, (6, 700): 2, (7, 600): 1, (4, 5000): 1, (16, 12): 16}
-    assert {shape: learner._cached_rows(*shape) for shape in sizes} == sizes
+    alone = {(32, 192): 8, (128, 96): 16, (6, 700): 2, (7, 600): 1, (4, 5000): 1, (16, 12): 16}
+    assert {(rows, T): learner._cached_rows(rows, 8, T - 8, 1)[0] for rows, T in alone} == alone
+    groups = {  # (rows, prompt, response, group): (rows, group)
+        (128, 32, 64, 8): (16, 8), (256, 64, 16, 8): (64, 8), (64, 300, 1200, 8): (1, 1), (64, 300, 700, 8): (2, 2),
+        (24, 100, 300, 6): (6, 6),
+    }  # fmt: skip
+    assert {case: learner._cached_rows(*case) for case in groups} == groups
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -156,6 +165,25 @@ def test_packed_rows_give_the_same_update_and_scores(size):
     chex.assert_trees_all_close(score, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("group, size", [(4, 0), (2, 8), (4, 2)])
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_shared_prompt_gives_the_same_update_and_scores(group, size, remat):
+    """Computed once for its answers: unrolled and scanned; a micro-batch may hold half of a group."""
+    alone, shared = one_update(), one_update(group=group, micro_batch=size, remat=remat)
+    chex.assert_trees_all_close(shared[1].loss, alone[1].loss, rtol=1e-5)
+    chex.assert_trees_all_close(shared[1].grad_norm, alone[1].grad_norm, rtol=1e-5)
+    chex.assert_trees_all_close(shared[1].entropy, alone[1].entropy, rtol=1e-5)
+    chex.assert_trees_all_close(shared[1].diagnostics, alone[1].diagnostics, atol=1e-5)
+    chex.assert_trees_all_close(shared[0].moments, alone[0].moments, rtol=1e-3, atol=1e-7)
+
+    graphdef, _, _ = models.abstract(CONFIG)
+    params, mesh = models.init(CONFIG, jax.random.key(0)), make_mesh(MeshConfig(), jax.devices()[:1])
+    agent = AGENT.model_copy(update={"micro_batch": size, "remat": remat})
+    score = learner.build(forward(graphdef, group=group), agent, OBJECTIVE, 0, mesh, 10).score(params, batch())
+    expected, _ = learner.token_logprobs(forward(graphdef), params, batch())
+    chex.assert_trees_all_close(score, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_keeps_every_token_and_little_padding(seed):
     rng, T, N = np.random.default_rng(seed), 256, 64
@@ -182,12 +210,18 @@ MESHES = [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8), (8, 1, 1), (2, 2, 2)]  # d
 
 
 @pytest.mark.parametrize(
-    "packed", [{}, pytest.param({"packing": True, "micro_batch": 8}, marks=pytest.mark.slow)], ids=["padded", "packed"]
+    "rows",
+    [
+        {},
+        pytest.param({"packing": True, "micro_batch": 8}, marks=pytest.mark.slow),
+        pytest.param({"group": GROUP}, marks=pytest.mark.slow),
+    ],
+    ids=["padded", "packed", "shared"],
 )
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_meshes_give_the_same_gradients_and_parameters(alone, shape, packed):
+def test_meshes_give_the_same_gradients_and_parameters(alone, shape, rows):
     mesh = make_mesh(MeshConfig(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True))))
-    many = updates(3, mesh, optimizer=UNCLIPPED, **packed)
+    many = updates(3, mesh, optimizer=UNCLIPPED, **rows)
     chex.assert_trees_all_close(many[0][1].loss, alone[0][1].loss, rtol=1e-5)
     chex.assert_trees_all_close(many[0][1].grad_norm, alone[0][1].grad_norm, rtol=1e-5)
     # Without clipping the first moment is a tenth of the first gradient.

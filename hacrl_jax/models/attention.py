@@ -31,9 +31,10 @@ def causal(
 ) -> Array:
     """Each token attends to itself and what precedes it in its segment.
 
-    q [B, T, H, h]; k, v [B, T, K, h]; segment [B, T] or None (a row is one sequence). Tokens of segment 0 (padding)
-    attend to one another, which keeps their rows finite and touches no other. "splash" is the TPU's kernel (splash.py).
-    With queries [B, S], q [B, S, H, h] belongs to these of the T tokens ("xla" only). Returns q's shape.
+    q [B, S, H, h], of the last S of T tokens; k, v [B, T, K, h]; segment [B, T] or None (a row is one sequence). Tokens
+    of segment 0 (padding) attend to one another, which keeps their rows finite and touches no other. "splash" is the
+    TPU's kernel (splash.py; S = T). With queries [B, S], q belongs to these of the T tokens ("xla" only). Returns q's
+    shape.
     """
     if queries is not None:
         visible = queries[:, :, None] >= jnp.arange(k.shape[1])  # [B, S, T]
@@ -44,17 +45,40 @@ def causal(
         return splash.causal(q, k, v, segment)
     # In blocks, each of which meets the keys up to its own end: those that no query of it sees would cost as much as
     # the others (at T = 192 the forward and backward pass took 0.6 of the time on CPU).
-    t = q.shape[1]
+    t, before = q.shape[1], k.shape[1] - q.shape[1]
     count = max(1, min(BLOCKS, t // SHORTEST))
     ends = [-(-t * i // count) for i in range(1, count + 1)]
     mixed = []
     # split: its gradient is one concatenation, that of four slices four padded arrays and their sum.
-    for block, (start, end) in zip(jnp.split(q, ends[:-1], axis=1), pairwise((0, *ends)), strict=True):
+    for block, bounds in zip(jnp.split(q, ends[:-1], axis=1), pairwise((0, *ends)), strict=True):
+        start, end = (before + bound for bound in bounds)
         visible = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None, None]  # [1, 1, t, s]
         if segment is not None:
             visible = visible & (segment[:, None, start:end, None] == segment[:, None, None, :end])
         mixed.append(jax.nn.dot_product_attention(block, k[:, :end], v[:, :end], mask=visible, implementation="xla"))
     return jnp.concatenate(mixed, axis=1)
+
+
+def answers(q: Array, k: Array, v: Array, segment: Array, prompt: int, count: int) -> Array:
+    """As ``causal`` where a row is a prompt of `prompt` tokens and then `count` answers to it, all of one length: an
+    answer attends to the prompt and to itself.
+
+    q [B, T, H, h], or [B, T - prompt, H, h] of the answers alone; k, v [B, T, K, h]; segment [B, T], 0 is padding.
+    Returns q's shape.
+    """
+    b, t = segment.shape
+
+    def apart(x: Array) -> Array:  # [B * count, R, ...]: the answers
+        return x[:, x.shape[1] - t + prompt :].reshape(b * count, -1, *x.shape[2:])
+
+    def behind(x: Array) -> Array:  # [B * count, prompt + R, ...]: each with its own copy of the prompt
+        return jnp.concatenate([jnp.repeat(x[:, :prompt], count, axis=0), apart(x)], axis=1)
+
+    mixed = causal(apart(q), behind(k), behind(v), behind(segment)).reshape(b, t - prompt, *q.shape[2:])
+    if q.shape[1] < t:
+        return mixed
+    first = causal(*(x[:, :prompt] for x in (q, k, v, segment)))
+    return jnp.concatenate([first, mixed], axis=1)
 
 
 def cached(q: Array, k: Array, v: Array, cache: tuple[Array, Array], length: Array, segment: Array | None) -> Array:

@@ -9,6 +9,7 @@ positions, gated SiLU.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -99,24 +100,24 @@ class Layer(nnx.Module):
         self.down_proj = linear("down_proj", (f, d), ("mlp", "embed"))
 
     def __call__(
-        self, x: Array, cos: Array, sin: Array, attention: Any, queries: Array | None
+        self, x: Array, cos: Array, sin: Array, attention: Any, asked: Callable[[Array], Array] | None
     ) -> tuple[Array, tuple[Array, Array]]:
         """x [B, T, D] -> (x, the block's own k and v, each [B, T, K * h]). attention maps q, k, v to q's shape.
 
-        With queries [B, S], x is computed for these of the T tokens alone: [B, S, D].
+        asked takes S of the T tokens, [B, T, ...] -> [B, S, ...]: x is then computed for these alone, [B, S, D].
         """
         eps, h = self.config.rms_norm_eps, self.config.head_dim
         heads = lambda x: x.reshape(*x.shape[:2], -1, h)  # noqa: E731
         y = _rms_norm(x, self.input_norm[...], eps)
         k, v = heads(self.k_proj(y)), heads(self.v_proj(y))
-        if queries is not None:
-            x, y = _take(x, queries), _take(y, queries)
+        if asked is not None:
+            x, y = asked(x), asked(y)
         q = heads(self.q_proj(y))
         if self.config.qk_norm:
             q, k = _rms_norm(q, self.q_norm[...], eps), _rms_norm(k, self.k_norm[...], eps)
         k = rotate(k, cos, sin)
-        if queries is not None:
-            cos, sin = _take(cos, queries), _take(sin, queries)
+        if asked is not None:
+            cos, sin = asked(cos), asked(sin)
         q = rotate(q, cos, sin)
         x = x + self.o_proj(attention(q, k, v).reshape(*x.shape[:2], -1))
         y = _rms_norm(x, self.post_norm[...], eps)
@@ -144,6 +145,7 @@ class Decoder(nnx.Module):
         remat: Remat,
         implementation: attend.Implementation,
         queries: Array | None,
+        shared: tuple[int, int] | None,
         unstacked: tuple[Params, ...] | None,
     ) -> tuple[Array, tuple[Array, Array] | tuple[tuple[Array, Array], ...]]:
         config = self.config
@@ -151,19 +153,25 @@ class Decoder(nnx.Module):
         angles = partial(rotation, frequencies=frequencies)
         cos, sin = angles(positions) if unstacked is None else _once(angles, positions)
         block, stacked = nnx.split(self.layers)
+        asked = None  # which tokens' hidden states the caller wants, of all
+        if shared is not None:
+            asked = lambda x: x[:, shared[0] :]  # noqa: E731
+        elif queries is not None:
+            asked = partial(_take, queries=queries)
 
-        def body(
-            x: Array, layer: tuple[Params, Any], queries: Array | None = None
-        ) -> tuple[Array, tuple[Array, Array]]:
+        def body(x: Array, layer: tuple[Params, Any], asked: Any = None) -> tuple[Array, tuple[Array, Array]]:
             params, layer_cache = layer
             x = checkpoint_name(x, "block_input")
-            if layer_cache is None:
-                attention = partial(attend.causal, segment=segment, implementation=implementation, queries=queries)
+            if shared is not None:
+                attention = partial(attend.answers, segment=segment, prompt=shared[0], count=shared[1])
+            elif layer_cache is None:
+                chosen = None if asked is None else queries
+                attention = partial(attend.causal, segment=segment, implementation=implementation, queries=chosen)
             elif implementation == "unrolled":
                 attention = partial(attend.unrolled, cache=layer_cache, length=length)
             else:
                 attention = partial(attend.cached, cache=layer_cache, length=length, segment=segment)
-            x, kv = nnx.merge(block, params)(x, cos, sin, attention, queries)
+            x, kv = nnx.merge(block, params)(x, cos, sin, attention, asked)
             return between(x), kv
 
         # Looked up where each part of the hidden axis lies, then exchanged for whole rows: no device holds the table.
@@ -172,11 +180,11 @@ class Decoder(nnx.Module):
         x = between(x.astype(dtype))  # [B, T, D]
         if unstacked is None:
             x, kv = jax.lax.scan(_remat(body, remat), x, (nnx.to_pure_dict(stacked), cache))
-            x = x if queries is None else _take(x, queries)
+            x = x if asked is None else asked(x)
         else:
             kv, last = (), len(unstacked) - 1
             for i, layer in enumerate(zip(unstacked, cache or (None,) * len(unstacked), strict=True)):
-                x, fresh = body(x, layer, queries if i == last else None)
+                x, fresh = body(x, layer, asked if i == last else None)
                 kv += (fresh,)
         if cache is None:
             x = sharding.constrain(x, "batch", None, None)
@@ -236,6 +244,7 @@ def apply(
     remat: Remat = "none",
     attention: attend.Implementation = "xla",
     queries: Array | None = None,
+    shared: tuple[int, int] | None = None,
 ) -> tuple[Array, tuple[Array, Array] | tuple[tuple[Array, Array], ...]]:
     """Hidden states after the final norm, and the keys and values of these tokens.
 
@@ -245,9 +254,11 @@ def apply(
     Parameters are cast to dtype where they are used; norms' statistics, rotations and softmax are float32.
 
     Returns (hidden [B, T, D] in dtype, (k, v) each [L, B, T, K * h] in dtype); with queries [B, S], without a cache,
-    hidden [B, S, D] of these of the T tokens. With unstacked params, layers are not scanned, remat is "none", the
-    last layer computes the queries alone, and the cache given and returned is L pairs of [B, C, K * h]. With attention
-    "unrolled" (one new token per row) the keys of the cache are [B, K * h, C].
+    hidden [B, S, D] of these of the T tokens; with shared = (p, g), where a row is a prompt of p tokens and g answers
+    to it of equal length, hidden [B, T - p, D] of the answers (segment must be given, attention is "xla"). With
+    unstacked params, layers are not scanned, remat is "none", the last layer computes what is returned alone, and the
+    cache given and returned is L pairs of [B, C, K * h]. With attention "unrolled" (one new token per row) the keys of
+    the cache are [B, K * h, C].
     """
     layers = params["layers"]
     unstacked = layers if isinstance(layers, tuple) else None
@@ -256,7 +267,9 @@ def apply(
     exact = jnp.dtype(dtype) == jnp.float32  # TPUs and GPUs multiply float32 in fewer bits unless told
     with jax.default_matmul_precision("highest") if exact else nullcontext():
         decoder = nnx.merge(graphdef, params)
-        return decoder(tokens, positions, segment, cache, cache_length, dtype, remat, attention, queries, unstacked)
+        return decoder(
+            tokens, positions, segment, cache, cache_length, dtype, remat, attention, queries, shared, unstacked
+        )  # fmt: skip
 
 
 def unstack(params: Params) -> Params:

@@ -71,7 +71,7 @@ def main() -> None:
     }
     for name, lengths in (("uniform", np.full(len(prompts), uniform["new_tokens"])), ("ragged", limits)):
         engine, copy = ours[name]
-        steps, busy = _step_seconds(engine, copy, 1), _step_seconds(engine, copy, engine.lanes)
+        steps, busy = step_seconds(engine, copy, 1), step_seconds(engine, copy, engine.lanes)
         fixed = _prefill_seconds(engine, copy, prompts)
         parts, row = np.array_split(lengths, engine.lanes), result[name]
         decode = sum(_schedule(engine, part.tolist(), prompts.shape[1], steps) for part in parts)
@@ -141,7 +141,7 @@ def _report(seconds: dict[str, list[float]], name: str, tokens: int) -> dict[str
     return row
 
 
-def _step_seconds(engine: Engine, params: Params, lanes: int) -> dict[tuple[int, int], float]:
+def step_seconds(engine: Engine, params: Params, lanes: int) -> dict[tuple[int, int], float]:
     """Seconds of one decode step of so many lanes at once, with all slots busy, for each (slots, window)."""
     settings, count, found = sampling(1.0), engine.config.dispatch_steps, {}
     states = [engine.init_decode_state(0) for _ in range(lanes)]

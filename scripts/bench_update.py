@@ -162,28 +162,17 @@ def write(shape: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
 
 
-def ours(folder: Path, work: Work) -> Update:
+def minibatch_of(work: Work) -> Any:
+    """As a Minibatch on the device: whole rows, all own, all valid."""
     import jax
     import jax.numpy as jnp
 
-    from hacrl_jax import learner, models
-    from hacrl_jax.config import AgentConfig, MeshConfig, ObjectiveConfig, OptimizerConfig
-    from hacrl_jax.sharding import make_mesh
     from hacrl_jax.types import Minibatch
 
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    graphdef, config, params = models.load(folder, mesh=mesh)
-    rows, length = work.tokens.shape
-    responses = work.old.shape[1]
-    objective = ObjectiveConfig(eps_low=LOW, eps_high=HIGH, kl_coefficient=0.0, cross="none")
-    agent = AgentConfig(name="a", model=str(folder), optimizer=OptimizerConfig(lr=RATE, grad_clip=0.0))
-    forward = learner.Forward(
-        graphdef, config.vocab_size, 1.0, jnp.float32, agent.logprob_chunk, responses, remat=agent.remat
-    )
-    programs = learner.build(forward, agent, objective, 0, mesh, total_updates=1)
+    (rows, length), responses = work.tokens.shape, work.old.shape[1]
     old = np.concatenate([np.zeros((rows, length - responses), np.float32), work.old], axis=1)
     zero, one = np.zeros((rows, length), np.float32), np.ones((rows, 1), np.float32)
-    minibatch = jax.tree.map(jnp.asarray, Minibatch(
+    return jax.tree.map(jnp.asarray, Minibatch(
         tokens=work.tokens, positions=np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
         segment=np.ones((rows, length), np.int32),
         scored=np.broadcast_to(np.arange(length) >= length - responses, (rows, length)),
@@ -191,6 +180,26 @@ def ours(folder: Path, work: Work) -> Update:
         source_logprob=work.old.mean(axis=1, keepdims=True), advantage=work.advantage[:, None], capability_ratio=one,
         source=np.zeros((rows, 1), np.int32), valid=np.ones((rows, 1), bool),
     ))  # fmt: skip
+
+
+def ours(folder: Path, work: Work) -> Update:
+    import jax
+    import jax.numpy as jnp
+
+    from hacrl_jax import learner, models
+    from hacrl_jax.config import AgentConfig, MeshConfig, ObjectiveConfig, OptimizerConfig
+    from hacrl_jax.sharding import make_mesh
+
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    graphdef, config, params = models.load(folder, mesh=mesh)
+    responses = work.old.shape[1]
+    objective = ObjectiveConfig(eps_low=LOW, eps_high=HIGH, kl_coefficient=0.0, cross="none")
+    agent = AgentConfig(name="a", model=str(folder), optimizer=OptimizerConfig(lr=RATE, grad_clip=0.0))
+    forward = learner.Forward(
+        graphdef, config.vocab_size, 1.0, jnp.float32, agent.logprob_chunk, responses, remat=agent.remat
+    )
+    programs = learner.build(forward, agent, objective, 0, mesh, total_updates=1)
+    minibatch = minibatch_of(work)
     second = jnp.int32(1)  # at the first update of a step the ratio is 1 by definition
     with jax.set_mesh(mesh):
         state = programs.init(params)
